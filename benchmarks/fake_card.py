@@ -67,7 +67,9 @@ WAITERS = {
 """Functions, files and folders that may wait for the device, or for a copy to or from it, and why."""
 
 HOST = {
-    "records.py:to": "moves a batch to the device",
+    "records.py:moved": "moves a batch to the device",
+    "records.py:transformed": "moves what a batch on the device still needs to be complete",
+    "records.py:pin_memory": "copies a batch to page-locked memory",
     "records.py:count_targets": "counts targets that are still on the host",
     "records.py:rows": "splits the ids of the samples, which stay on the host",
     "step.py:__init__": "the reading of a step, copied to the host",
@@ -100,16 +102,18 @@ class Recorder(TorchDispatchMode):
         foreign: `operation (file:line)` for each operation with a tensor on the host, outside `HOST`.
         products: how many matrix products and convolutions gave a result of each dtype.
         number: what forensics reads as any value; 1 elsewhere.
-        beside: whether another stream than the current one is chosen.
-        copied: tensors that another stream may still be copying, by their memory.
+        beside: the stream that is chosen instead of the one that computes; None if there is none.
+        copied: tensors that another stream may still be copying, by their memory, and that stream.
+        arriving: tensors that another stream may still be writing, by their memory, and that stream.
     """
 
     def __init__(self, number: float = 1.0) -> None:
         super().__init__()
         self.number = number
         self.foreign: list[str] = []
-        self.beside = False
-        self.copied: dict[int, Tensor] = {}
+        self.beside: FakeStream | None = None
+        self.copied: dict[int, tuple[Tensor, FakeStream]] = {}
+        self.arriving: dict[int, tuple[Tensor, FakeStream]] = {}
         self.restart()
         self._running = False
 
@@ -126,7 +130,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self.count += 1
         name = func.__name__.split(".")[0]
-        if self.copied or self.beside:
+        if self.copied or self.arriving or self.beside:
             self.check_streams(name, func, args, kwargs)
         if name in READS or (name == "index" and any(map(is_mask, args[1]))):
             if not isinstance(args[0], FakeTensor):  # a tensor with values, on the host
@@ -137,6 +141,10 @@ class Recorder(TorchDispatchMode):
         out = None
         if name != "_fused_sgd_":  # it writes in place, and PyTorch has no fake kernel for it
             out = func(*args, **kwargs)
+        if self.beside and name == "_to_copy" and isinstance(out, Tensor) and out.is_cuda:
+            if not getattr(args[0], "is_page_locked", False):
+                raise RuntimeError(f"{package_frame()[0]} copies from pageable memory: the host waits for it")
+            self.arriving[memory(out)] = out, self.beside
         self.check(name, args, kwargs, out)
         return out
 
@@ -170,15 +178,19 @@ class Recorder(TorchDispatchMode):
             raise HostRead(f"{line} waits for the device ({what})")
 
     def check_streams(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Remembers what another stream copies, and notices what is written meanwhile.
+        """Remembers what another stream copies, and notices what is written meanwhile, or read too early.
 
         Raises:
-            RuntimeError: the current stream writes to a tensor before it waits for the stream that copies it.
+            RuntimeError: the current stream writes to a tensor before it waits for the stream that copies it, or uses
+                one before it waits for the stream that writes it.
         """
         if self.beside:
             if name == "copy_":
-                self.copied[memory(args[1])] = args[1]
+                self.copied[memory(args[1])] = args[1], self.beside
             return
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, FakeTensor) and memory(tensor) in self.arriving:
+                raise RuntimeError(f"{package_frame()[0]} uses a tensor that another stream is writing ({name})")
         given = [*args, *kwargs.values()]
         names = [*(argument.name for argument in func._schema.arguments[: len(args)]), *kwargs]
         written = {argument.name for argument in func._schema.arguments if argument.is_write}
@@ -350,22 +362,31 @@ class FakeStream:
         """Does nothing: operations run in the order of the program."""
 
     def record_event(self) -> Any:
-        """Returns an event."""
-        return torch.cuda.Event()
+        """Returns an event of this stream."""
+        return SimpleNamespace(stream=self)
 
     def wait_event(self, event: Any) -> None:
-        """Ends what the other stream did before the event."""
-        self._recorder.copied.clear()
+        """Ends what the event's stream did."""
+        for pending in (self._recorder.copied, self._recorder.arriving):
+            for key in [key for key, (_, stream) in pending.items() if stream is event.stream]:
+                del pending[key]
 
 
 @contextmanager
-def chosen_stream(recorder: Recorder) -> Iterator[None]:
+def chosen_stream(recorder: Recorder, stream: FakeStream) -> Iterator[None]:
     """Stands in for `torch.cuda.stream`."""
-    recorder.beside = True
+    recorder.beside = stream
     try:
         yield
     finally:
-        recorder.beside = False
+        recorder.beside = None
+
+
+def page_locked(tensor: Tensor) -> Tensor:
+    """Stands in for `Tensor.pin_memory`."""
+    pinned = tensor.detach()
+    pinned.is_page_locked = True  # ty: ignore[unresolved-attribute]
+    return pinned
 
 
 def cuda_functions(capability: tuple[int, int], recorder: Recorder) -> dict[str, Any]:
@@ -377,6 +398,7 @@ def cuda_functions(capability: tuple[int, int], recorder: Recorder) -> dict[str,
     def synchronize(*_: Any) -> None:
         wait("synchronize")
         recorder.copied.clear()
+        recorder.arriving.clear()
 
     return {
         "get_device_capability": lambda *_: capability,
@@ -388,7 +410,7 @@ def cuda_functions(capability: tuple[int, int], recorder: Recorder) -> dict[str,
         "max_memory_allocated": lambda *_: 0,
         "mem_get_info": lambda *_: (80 * 2**30, 80 * 2**30),
         "Stream": lambda *_: FakeStream(recorder),
-        "stream": lambda _: chosen_stream(recorder),
+        "stream": lambda stream: chosen_stream(recorder, stream),
         "current_stream": lambda *_: FakeStream(recorder),
         "synchronize": synchronize,
         "get_rng_state": lambda *_: no_state,
@@ -425,6 +447,7 @@ def as_if_on_a_card(
         replace(Tensor, "__deepcopy__", lambda tensor, memo: if_fake(tensor, copied, deepcopy, memo))
         replace(Trace, "__torch_dispatch__", without_devices(Trace.__torch_dispatch__))
         replace(Tensor, "record_stream", lambda *_: None)
+        replace(Tensor, "pin_memory", page_locked)
         replace(nn.Module, "to", move)
         replace(hardware, "pick", lambda *_: CARD)
         replace(stages, "make", made(stages.make))

@@ -64,7 +64,11 @@ class Batch:
         return self.inputs.shape[0]
 
     def to(self, device: torch.device) -> Batch:
-        """Moves inputs and targets to `device`, and applies the transform there.
+        """Moves the batch to `device`, and applies the transform there; see `moved`."""
+        return self.moved(device).transformed()
+
+    def moved(self, device: torch.device) -> Batch:
+        """Moves all tensors that the step needs to `device`.
 
         From pinned memory the copy is asynchronous. Before the targets leave the host, counts the valid ones: on the
         device this would take several kernels.
@@ -72,13 +76,21 @@ class Batch:
         leaves = self.targets.device.type == "cpu" and device.type != "cpu"
         counted = self.count_targets() if leaves and self.counted is None else self.counted
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in (self.inputs, self.targets))
-        if self.transform is not None:
-            inputs = self.transform.apply(inputs, self.transform.each.to(device, non_blocking=True))
-        return replace(self, inputs=inputs, targets=targets, counted=counted, transform=None)
+        transform = self.transform
+        if transform is not None:
+            transform = replace(transform, each=transform.each.to(device, non_blocking=True))
+        return replace(self, inputs=inputs, targets=targets, counted=counted, transform=transform)
 
     def transformed(self) -> Batch:
         """Applies the transform, if there is one, on the device that holds the inputs."""
-        return self if self.transform is None else self.to(self.inputs.device)
+        if self.transform is None:
+            return self
+        each = self.transform.each.to(self.inputs.device, non_blocking=True)
+        return replace(self, inputs=self.transform.apply(self.inputs, each), transform=None)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors that `moved` moves."""
+        return [self.inputs, self.targets, *([] if self.transform is None else [self.transform.each])]
 
     @property
     def units(self) -> int:

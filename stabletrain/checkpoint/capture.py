@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stabletrain.checkpoint.reader import UnusableCheckpoint
-from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
+from stabletrain.checkpoint.tree import Piece, Tree, is_sharded, local_part, map_tensors
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 
@@ -67,6 +67,7 @@ ADDED = ("forecast",)
 def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> None:
     """Restores a captured state bit for bit into the existing tensors, on their devices and in their dtypes.
 
+    A `Piece` goes straight from the host into its tensor, so the device never holds a second copy of a sharded state.
     The tree is not modified and shares no memory with the state. Saved parts that are missing from `parts` are ignored.
 
     Raises:
@@ -88,7 +89,7 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UnusableCheckpoint(f"the checkpoint's state of '{name}' does not fit ({error!r}): {FIX}") from error
     live = state.model.state_dict()
-    whole = {name: _like(live[name], v) if isinstance(v, Tensor) else v for name, v in tree["model"].items()}
+    whole = {name: _like(live[name], v) if isinstance(v, Tensor | Piece) else v for name, v in tree["model"].items()}
     state.model.load_state_dict(whole)
     _restore_optimizer(tree["optimizer"], state)
     state.step = tree["step"]
@@ -168,17 +169,25 @@ def _copy_into(live: Any, saved: Any, device: torch.device, parameter: Tensor | 
     """Returns the value to store in place of `live`: `live` itself, overwritten, if it is a tensor of that shape."""
     if isinstance(live, Tensor) and isinstance(saved, float | int):  # the learning rate is a tensor now
         return live.fill_(saved)
-    if not isinstance(saved, Tensor):
+    if not isinstance(saved, Tensor | Piece):
         return tuple(saved) if isinstance(live, tuple) else copy.deepcopy(saved)
     if isinstance(live, Tensor) and live.shape == saved.shape:
         return live.copy_(_like(live, saved))
     if parameter is not None and parameter.shape == saved.shape and device == parameter.device:
-        return torch.empty_like(parameter, dtype=saved.dtype).copy_(_like(parameter, saved))  # keeps the memory format
-    return saved.to(device, copy=True)
+        made = torch.empty_like(parameter, dtype=local_part(saved).dtype)  # keeps the memory format
+        return made.copy_(_like(made, saved))
+    return saved.on(device) if isinstance(saved, Piece) else saved.to(device, copy=True)
 
 
-def _like(live: Tensor, saved: Tensor) -> Tensor:
-    """Returns `saved` sharded like `live` if `live` is a DTensor; otherwise `saved` unchanged."""
+@torch.no_grad()
+def _like(live: Tensor, saved: Tensor | Piece) -> Tensor:
+    """Returns `saved` sharded like `live` if `live` is a DTensor; otherwise `saved` unchanged.
+
+    A `Piece` is copied into `live`, which is returned.
+    """
+    if isinstance(saved, Piece):
+        local_part(live).copy_(saved.local)
+        return live
     if not hasattr(live, "full_tensor") or hasattr(saved, "full_tensor"):
         return saved
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -195,7 +204,7 @@ def _check_model(saved: Mapping[str, Any], state: TrainState) -> None:
             raise ConfigError(
                 f"the checkpoint does not fit the model: '{name}' is in the {has}, not in the {lacks}: {FIX}"
             )
-        if isinstance(saved[name], Tensor) and saved[name].shape != live[name].shape:
+        if isinstance(saved[name], Tensor | Piece) and saved[name].shape != live[name].shape:
             raise ConfigError(
                 f"the checkpoint does not fit the model: '{name}' is {list(saved[name].shape)} in the "
                 f"checkpoint and {list(live[name].shape)} in the model: {FIX}"

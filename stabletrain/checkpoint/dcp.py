@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from stabletrain.checkpoint.tree import is_sharded, to_host
+from stabletrain.checkpoint.tree import Piece, is_sharded, local_part, to_host
 
 WriteFile = Callable[[Path, Iterable[bytes | memoryview]], dict[str, Any]]
 """Writes a file and returns its entry in the manifest: `writer.write_file`."""
@@ -41,25 +41,28 @@ class Copies(DefaultSavePlanner):
         copies: host copies by name: this rank's shard of each sharded tensor, and on rank 0 also all other tensors.
 
     Args:
-        tensors: the same names on every rank, on any device.
+        tensors: the same names on every rank, on any device; or a `Piece` of each sharded tensor.
         rank: this rank.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+    def __init__(self, tensors: Mapping[str, Any], rank: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         first = rank == 0
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}
         mine = {
             name: tensors[name] for name, part in parts.items() if first or (is_sharded(tensors[name]) and part.numel())
         }
-        self.set_up_planner(mine, is_coordinator=first)
+        outlines = {name: value.on("meta") if isinstance(value, Piece) else value for name, value in mine.items()}
+        self.set_up_planner(outlines, is_coordinator=first)
         self.create_local_plan()
         self.state_dict = {}  # drop the live tensors: `copies` replaces them
         self.copies: dict[str, Tensor] = to_host({name: parts[name] for name in mine})
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """Returns the host copy that DCP writes in place of the planned tensor."""
-        return self.copies[index.fqn]
+        # DCP would clone a tensor whose storage is larger than itself, and all clones would be alive at once.
+        copy = self.copies[index.fqn]
+        return torch.from_numpy(copy.view(-1).view(torch.uint8).numpy()).view(copy.dtype).view(copy.shape)
 
     def write(self, folder: Path, rank: int, count: int, write_file: WriteFile) -> dict[str, dict[str, Any]]:
         """Writes this rank's file into `folder`, if it has any tensors; returns its manifest entry by file name.
@@ -124,13 +127,32 @@ class ListedFiles(FileSystem):
         return [str(file) for file in self._files]
 
 
-def read(files: Sequence[Path], shapes: Shapes | None, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reads the tensors of safetensors files: this rank's shards of those in `places`, all others whole and on the CPU.
+class Targets(DefaultLoadPlanner):
+    """Plans what one rank reads, and where to.
+
+    Args:
+        outlines: for each tensor, one of its shape that is sharded as it is read.
+        targets: for each tensor, or this rank's shard of it, where it is read to.
+        metadata: of the files.
+    """
+
+    def __init__(self, outlines: Mapping[str, Tensor], targets: Mapping[str, Tensor], metadata: Metadata) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._targets = targets
+        self.set_up_planner(dict(outlines), metadata, is_coordinator=True)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Returns where DCP writes the planned tensor."""
+        return self._targets[index.fqn]
+
+
+def read(files: Sequence[Path], shapes: Shapes | None, places: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Reads the tensors of safetensors files to the host: those in `places` as a `Piece`, all others whole.
 
     Args:
         files: written by any number of ranks, or by one process.
         shapes: of all tensors, by name; None if one process wrote them whole.
-        places: tensors by name, whose placement, device and memory format (not dtype) the result takes. If the shapes
+        places: sharded tensors by name. This rank reads its shards of them, in the dtype of the file. If the shapes
             differ, a tensor is read whole.
 
     Raises:
@@ -140,17 +162,18 @@ def read(files: Sequence[Path], shapes: Shapes | None, places: Mapping[str, Tens
     if not files:
         return {}
     reader, known = opened(files, shapes)
-    found: dict[str, Tensor] = {}
-    for name, stored in known.items():
-        place, dtype = places.get(name), stored.properties.dtype
-        fits = place is not None and place.shape == stored.size
-        found[name] = torch.empty_like(place, dtype=dtype) if fits else torch.empty(stored.size, dtype=dtype)
+    sharded = {
+        name: places[name]
+        for name, stored in known.items()
+        if name in places and is_sharded(places[name]) and places[name].shape == stored.size
+    }
+    shapes_here = {name: local_part(sharded[name]).shape if name in sharded else known[name].size for name in known}
+    found = {name: torch.empty(shape, dtype=known[name].properties.dtype) for name, shape in shapes_here.items()}
     metadata = Metadata(state_dict_metadata=dict(known), storage_data=reader.storage_data)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(found, metadata, is_coordinator=True)
+    planner = Targets(found | sharded, found, metadata)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     reader.read_data(plan, planner).wait()
-    return found
+    return found | {name: Piece.of(place, found[name]) for name, place in sharded.items()}
 
 
 def opened(
@@ -168,8 +191,3 @@ def opened(
         if there != math.prod(stored.size) or (shapes is not None and list(stored.size) != shapes[name]):
             raise ValueError(f"the stored pieces of '{name}' do not cover the tensor")
     return reader, known
-
-
-def local_part(tensor: Any) -> Tensor:
-    """Returns this rank's shard of a sharded tensor; any other tensor unchanged."""
-    return tensor.detach().to_local() if is_sharded(tensor) else tensor

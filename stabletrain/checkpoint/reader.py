@@ -193,7 +193,7 @@ class Checkpoint:
 
         Args:
             places: the sharded tensors of the live model by name. Each rank then reads only its shards of them and of
-                their moments; everything else is read whole.
+                their moments, as a `Piece`; everything else is read whole.
 
         Raises:
             UnusableCheckpoint: a file is missing or differs from what was written.

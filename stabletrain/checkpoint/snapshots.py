@@ -1,8 +1,6 @@
 """Snapshots of the state in host memory, for rollbacks.
 
-All tensors of a snapshot lie in a few flat blocks. On CUDA the blocks are page-locked, so that the copy runs beside the
-training, and each has a power of two bytes: PyTorch rounds page-locked memory up to that, so a block for each tensor
-would take 1.76 times the bytes of GPT-2's state. Elsewhere one block holds exactly the state.
+All tensors of a snapshot lie in a few flat blocks (`host_copies.py`).
 
 On CUDA a snapshot costs the training no time: parameters and the optimizer's state are copied on a stream of their own,
 while the next forward and backward passes run. Only the optimizer writes them, so its next step waits for the copy, on
@@ -10,74 +8,18 @@ the device. Everything else (buffers, a loss scale, statistics of clipping) is s
 is copied at once, on the current stream.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stabletrain.checkpoint.tree import Piece, Tree, attach_shards, is_sharded, map_tensors
+from stabletrain.checkpoint.host_copies import host_copies, page_lock, room
+from stabletrain.checkpoint.tree import Piece, Tree, is_sharded, local_part, map_tensors
 from stabletrain.records import TrainState
 
-ALIGNED = 256
-"""Every tensor begins at a multiple of so many bytes of its block."""
-
-SLACK = 16
-"""No more than one in so many bytes of page-locked blocks is unused, if the tensors can be placed so well."""
-
-
-def room(tensor: Tensor) -> int:
-    """Returns the bytes that a tensor takes in a block."""
-    return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
-
-
-def places(sizes: Sequence[int], rounded: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Places tensors in blocks.
-
-    Args:
-        sizes: bytes of each tensor, multiples of `ALIGNED`.
-        rounded: whether a block takes a power of two bytes whatever its size; else one block holds everything.
-
-    Returns:
-        the bytes of each block, and the block and first byte of each tensor.
-    """
-    blocks: list[int] = []
-    found: list[tuple[int, int]] = [(0, 0)] * len(sizes)
-    left = sorted(range(len(sizes)), key=lambda i: -sizes[i])  # large tensors first, the small ones fill the gaps
-    whole = sum(sizes)
-    while left:
-        missing = sum(sizes[i] for i in left)
-        size = missing
-        if rounded:
-            size = 1 << (missing - 1).bit_length() if missing else 0
-            if size - missing > whole // SLACK:  # rounded down instead, if the largest tensor fits; the rest follows
-                size = max(size // 2, 1 << (sizes[left[0]] - 1).bit_length())
-        end, rest = 0, []
-        for i in left:
-            if end + sizes[i] <= size:
-                found[i], end = (len(blocks), end), end + sizes[i]
-            else:
-                rest.append(i)
-        blocks.append(size)
-        left = rest
-    return blocks, found
-
-
-def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns contiguous, uninitialised host tensors of the same shapes and dtypes, in few blocks.
-
-    They are page-locked if the first tensor is on CUDA.
-    """
-    pinned = bool(tensors) and tensors[0].device.type == "cuda"
-    sizes, where = places([room(tensor) for tensor in tensors], pinned)
-    blocks = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
-
-    def view(tensor: Tensor, block: int, start: int) -> Tensor:
-        taken = blocks[block][start : start + tensor.numel() * tensor.element_size()]
-        return taken.view(tensor.dtype).view(tensor.shape)
-
-    return [view(tensor, *place) for tensor, place in zip(tensors, where, strict=True)]
+GB = 1e9
 
 
 def tensors_of(tree: Tree, names: Collection[str]) -> tuple[list[Tensor], list[bool]]:
@@ -104,6 +46,61 @@ def tensors_of(tree: Tree, names: Collection[str]) -> tuple[list[Tensor], list[b
     return found, only
 
 
+def state_bytes(state: TrainState) -> int:
+    """Returns the bytes of a copy of a state; of a sharded one, of this rank's shards.
+
+    Before the first update the moments are estimated: for each parameter two if the optimizer has `betas`, none if its
+    `momentum` is 0, else one.
+    """
+    tensors = list(state.model.state_dict().values())
+    for group in state.optimizer.param_groups:
+        moments = 2 if "betas" in group else int(group.get("momentum", 1) != 0)
+        for parameter in group["params"]:
+            kept = state.optimizer.state.get(parameter)
+            tensors += kept.values() if kept else [parameter] * moments
+    return sum(room(local_part(tensor)) for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def choose_memory(
+    state: TrainState,
+    *,
+    snapshots: int,
+    checkpoints: int,
+    ranks: int,
+    free: float,
+    fix: str,
+    any_rank: Callable[[bool], bool] = bool,
+) -> str:
+    """Copies states from CUDA to page-locked memory from now on, if the copies of all ranks fit into the host's memory.
+
+    Otherwise they go to pageable memory, which the system may swap; the host then waits for each copy. The choice
+    changes no bits.
+
+    Args:
+        snapshots: how many of them each rank holds at once.
+        checkpoints: how many ranks of this machine hold another copy while a checkpoint is written.
+        ranks: number of ranks on this machine, which share its memory.
+        free: bytes of host memory that are free on this machine.
+        fix: what the user can change.
+        any_rank: returns whether its argument is true on any rank. All of them choose the same.
+
+    Returns:
+        a line for the user if this machine has too little memory; else empty.
+    """
+    each, copies = state_bytes(state), ranks * snapshots + checkpoints
+    fits = copies * each <= free
+    page_lock(not any_rank(not fits))
+    if fits:
+        return ""
+    on_card = next(state.model.parameters()).device.type == "cuda"
+    waits = "they are kept in pageable memory, and training waits for each copy"
+    return (
+        f"memory   {copies} copies of the state for rollbacks and checkpoints, {each / GB:.3g} GB each, need "
+        f"{copies * each / GB:.3g} GB of host memory, but {free / GB:.3g} GB are free: "
+        f"{waits if on_card else 'the run may be killed'}. fix: {fix}"
+    )
+
+
 class Snapshots:
     """Snapshots of the state in host memory, by step. Of a sharded model, only this rank's shards."""
 
@@ -113,6 +110,7 @@ class Snapshots:
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._waits: Optimizer | None = None
+        self._device: torch.device | None = None
 
     def take(self, step: int, tree: Tree, state: TrainState, *, only_optimizer_writes: bool = True) -> None:
         """Copies a captured state, taken after `step` steps, to the host. The host does not wait for CUDA.
@@ -125,25 +123,23 @@ class Snapshots:
         """
         names = {name for name, _ in state.model.named_parameters(remove_duplicate=False)}
         live, only = tensors_of(tree, names)
-        own = [(tensor.to_local() if is_sharded(tensor) else tensor).detach() for tensor in live]  # ty: ignore[missing-attribute]
-        on_card = [i for i, tensor in enumerate(own) if tensor.device.type == "cuda"]
-        on_host = [i for i, tensor in enumerate(own) if tensor.device.type != "cuda"]
-        self._on_card = bool(on_card)
-        copies: dict[int, Tensor] = {}
-        for group in (on_card, on_host):
-            copies |= zip(group, host_copies([own[i] for i in group]), strict=True)
-        for i in [*on_host, *(i for i in on_card if not only[i])]:
-            copies[i].copy_(own[i], non_blocking=i in on_card)
-        if later := [i for i in on_card if only[i]]:
+        own = [local_part(tensor) for tensor in live]
+        on_card = [tensor.device.type == "cuda" for tensor in own]
+        self._on_card = any(on_card)
+        copies = host_copies(own)
+        later = [i for i, cuda in enumerate(on_card) if cuda and only[i]]
+        for i in {*range(len(own))} - {*later}:
+            copies[i].copy_(own[i], non_blocking=on_card[i])
+        if later:
             self._copy_beside([copies[i] for i in later], [own[i] for i in later], state.optimizer)
             if not only_optimizer_writes:
                 self._before_update()
-        each = iter(range(len(live)))
-        self._trees[step] = map_tensors(lambda tensor: kept(tensor, own, copies, each), tree)
+        each = iter(copies)
+        self._trees[step] = map_tensors(lambda tensor: kept(tensor, next(each)), tree)
 
     def _copy_beside(self, copies: list[Tensor], live: list[Tensor], optimizer: Optimizer) -> None:
         """Copies CUDA tensors on the snapshots' own stream; the optimizer's next step waits for it, on the device."""
-        device = live[0].device
+        self._device = device = live[0].device
         if self._waits is not optimizer:
             optimizer.register_step_pre_hook(self._before_update)
             self._waits = optimizer
@@ -160,7 +156,7 @@ class Snapshots:
         """Makes the current stream wait for the last snapshot's copy."""
         copied, self._copied = self._copied, None
         if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
+            torch.cuda.current_stream(self._device).wait_event(copied)
 
     def retain(self, steps: Iterable[int]) -> None:
         """Drops all snapshots except those of `steps`; their memory serves the next ones."""
@@ -176,14 +172,10 @@ class Snapshots:
         return any(taken <= step for taken in self._trees)
 
     def newest(self, at_most: int) -> Tree | None:
-        """Returns the newest snapshot with a step of at most `at_most`, with its shards in new memory on their device.
+        """Returns the newest snapshot with a step of at most `at_most`, as it lies on the host; None if there is none.
 
-        Returns None if there is none.
+        It has a `Piece` for each sharded tensor.
         """
-        return attach_shards(self.newest_on_host(at_most))
-
-    def newest_on_host(self, at_most: int) -> Tree | None:
-        """Returns the same snapshot as it is kept, with a `Piece` for each sharded tensor."""
         if self._on_card:
             # `take` did not wait for its copy. Wait in any case: the caller is about to restore a state.
             torch.cuda.synchronize()
@@ -191,9 +183,6 @@ class Snapshots:
         return self._trees[max(steps)] if steps else None
 
 
-def kept(tensor: Any, own: Sequence[Tensor], copies: Mapping[int, Tensor], each: Iterator[int]) -> Tensor | Piece:
-    """Returns what a snapshot keeps of the next tensor: its copy, or a `Piece` of a sharded one."""
-    i = next(each)
-    if not is_sharded(tensor):
-        return copies[i]
-    return Piece(copies[i], tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride(), own[i].device)
+def kept(tensor: Any, copy: Tensor) -> Tensor | Piece:
+    """Returns what a snapshot keeps of a tensor: its copy, or a `Piece` of a sharded one."""
+    return Piece.of(tensor, copy) if is_sharded(tensor) else copy

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from stabletrain.checkpoint.tree import Tree
+from stabletrain.checkpoint.tree import Piece, Tree, local_part
 from stabletrain.stored.json_files import Count, brief, check_plain, check_type, is_int
 
 SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
@@ -184,10 +184,11 @@ def check_state(tree: Tree, model: nn.Module, parts: Mapping[str, Any]) -> None:
     live = model.state_dict()
     for name, value in tree["model"].items():
         if isinstance(own := live.get(name), Tensor):
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor | Piece):
                 raise ValueError(f"model/{name} is no tensor")
-            if own.is_floating_point() != value.is_floating_point():
-                raise ValueError(f"model/{name} holds {str(value.dtype).removeprefix('torch.')}")
+            dtype = local_part(value).dtype
+            if own.is_floating_point() != dtype.is_floating_point:
+                raise ValueError(f"model/{name} holds {str(dtype).removeprefix('torch.')}")
     for name, part in parts.items():
         if name in tree["parts"] and type(part).__module__.partition(".")[0] == "stabletrain":
             check_like(tree["parts"][name], part.state_dict(), f"parts/{name}")

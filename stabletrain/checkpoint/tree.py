@@ -1,8 +1,8 @@
 """Converts a state tree to named tensors and a JSON skeleton and back, and copies or gathers its sharded tensors.
 
-A tree consists of dicts with str keys, lists, tuples, tensors, str, bool, int, float and None. The skeleton is the same
-tree with `{"$tensor": name}` in place of each tensor. Tensors go to safetensors and the skeleton to JSON, so a
-checkpoint needs no pickle. A key that begins with `$` gets a second `$`.
+A tree consists of dicts with str keys, lists, tuples, tensors, str, bool, int, float and None; a `Piece` may stand for
+a tensor. The skeleton is the same tree with `{"$tensor": name}` in place of each tensor. Tensors go to safetensors and
+the skeleton to JSON, so a checkpoint needs no pickle. A key that begins with `$` gets a second `$`.
 """
 
 import math
@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stabletrain.checkpoint.host_copies import host_copies
+
 Tree = Any
 """A state tree; type checkers do not support the recursive type."""
 
 
-def flatten(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
+def flatten(tree: Tree) -> tuple[dict[str, Any], Tree]:
     """Converts a tree to its tensors and a skeleton.
 
     Args:
@@ -32,11 +34,11 @@ def flatten(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
     Raises:
         TypeError: a key is not a str, or a value has another type; names its path.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
 
     def walk(node: Tree, path: tuple[str, ...]) -> Tree:
         match node:
-            case Tensor():
+            case Tensor() | Piece():
                 name = "/".join(path)
                 while name in tensors:
                     name += "~"
@@ -87,26 +89,22 @@ def unflatten(skeleton: Tree, tensors: Mapping[str, Any]) -> Tree:
 def to_host(tree: Tree) -> Tree:
     """Returns the same tree with detached, contiguous CPU copies that share no memory with the state or each other.
 
-    CUDA tensors are copied into page-locked memory. Gathers sharded tensors (DTensor), which is a collective: all ranks
-    must call it. Mappings become dicts, tuples stay tuples.
+    The copies lie in a few blocks (`host_copies.py`). Gathers sharded tensors (DTensor), one at a time, which is a
+    collective: all ranks must call it. Mappings become dicts, tuples stay tuples.
     """
+    live: list[Tensor] = []
+    map_tensors(lambda tensor: live.append(tensor.detach()), tree)
+    copies = host_copies(live)
     streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def copy(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
+    for tensor, copy in zip(live, copies, strict=True):
         gathered = getattr(tensor, "full_tensor", None)
-        if gathered is not None:
-            tensor = gathered()
-        if tensor.device.type != "cuda":
-            return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        streams.setdefault(tensor.device, torch.cuda.current_stream(tensor.device))
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    copied = map_tensors(copy, tree)
+        copy.copy_(tensor if gathered is None else gathered(), non_blocking=tensor.device.type == "cuda")
+        if tensor.device.type == "cuda":
+            streams.setdefault(tensor.device, torch.cuda.current_stream(tensor.device))
     for stream in streams.values():
         stream.synchronize()
-    return copied
+    each = iter(copies)
+    return map_tensors(lambda _: next(each), tree)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
@@ -145,12 +143,11 @@ class ShardTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's shard of a tensor, copied to the host.
+    """This rank's shard of a tensor, on the host. A state is restored from it without another copy on the device.
 
     Attributes:
-        local: the shard, on the host.
+        local: the shard.
         mesh, placements, shape, stride: of the sharded tensor.
-        device: where the shard came from.
     """
 
     local: Tensor
@@ -158,28 +155,34 @@ class Piece:
     placements: Any
     shape: torch.Size
     stride: tuple[int, ...]
-    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Any, local: Tensor) -> "Piece":
+        """Returns `local` as this rank's shard of a tensor that is sharded like `tensor`, a DTensor."""
+        return cls(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    def to_local(self) -> Tensor:
+        """Returns the shard, as DTensor does."""
+        return self.local
+
+    def on(self, device: torch.device | str) -> Any:
+        """Returns a DTensor in new memory on `device`: that of the mesh, or `meta` for its shapes alone."""
+        from torch.distributed.tensor import DTensor
+
+        local = self.local.to(device, copy=True)
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Returns whether a tensor is sharded across ranks (a DTensor)."""
+    """Returns whether a tensor is sharded across ranks: a DTensor, or a `Piece`."""
     return hasattr(tensor, "to_local")
 
 
-def attach_shards(tree: Tree) -> Tree:
-    """Returns the same tree with every `Piece` turned back into a sharded tensor, in new memory on its device."""
-    if isinstance(tree, Piece):
-        from torch.distributed.tensor import DTensor
-
-        local = tree.local.to(tree.device, copy=True)
-        return DTensor.from_local(
-            local, tree.mesh, tree.placements, run_check=False, shape=tree.shape, stride=tree.stride
-        )
-    if isinstance(tree, Mapping):
-        return {key: attach_shards(child) for key, child in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(attach_shards(child) for child in tree)
-    return tree
+def local_part(tensor: Any) -> Tensor:
+    """Returns this rank's shard of a sharded tensor, or any other tensor, without its autograd history."""
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def gather_shards(tree: Tree, keep: bool) -> Tree:

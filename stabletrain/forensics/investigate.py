@@ -13,7 +13,7 @@ from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Damage, Evidence, RunSettings
 from stabletrain.forensics.probes.state import damaged, drift, overlong
-from stabletrain.forensics.replay import VARIANTS, Outcome, same_bits
+from stabletrain.forensics.replay import Outcome, same_bits
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import Origin, find_origin
 from stabletrain.forensics.trace.recorder import OpRecord
@@ -142,7 +142,7 @@ def run_again(
     origin, makers = (None, [])
     if found.kind == "nonfinite":
         origin, makers = attempt("trace of the operations", lambda: origin_of(subject), (None, []))
-    outcomes = {variant: subject.replay(variant) for variant in VARIANTS}
+    outcomes = {variant: subject.replay(variant) for variant in subject.variants}
     if origin is not None and origin.dtype == "float16" and outcomes["fp32"].finite is False:
         deeper, made_of = attempt("trace of the operations in fp32", lambda: origin_of(subject, "fp32"), (None, []))
         if deeper is not None and deeper.dtype != "float16":  # it fails in every format; fp16 only failed first

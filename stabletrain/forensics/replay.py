@@ -7,8 +7,9 @@
 | fresh_batch | another batch | finite: this batch is to blame |
 | older_state | weights and buffers of an earlier step | finite: the updates since then are to blame |
 
-A replay runs `step.compute`, compiled if the step was (except `fp32`). It leaves live weights, buffers, gradients,
-random generators, modes, hooks and kernel settings unchanged.
+A replay runs `step.compute`. If the step was compiled, so is its unchanged replay, which must give the same bits. All
+others run eagerly, because compiling takes long and an investigation's time is limited. A replay leaves live weights,
+buffers, gradients, random generators, modes, hooks and kernel settings unchanged.
 """
 
 import contextlib
@@ -79,7 +80,12 @@ class NotPossible(StabletrainError):
 
 def same(repro: Repro) -> Take:
     """The step unchanged."""
-    return Take(repro.copy_model(), repro.to_micro_batches(repro.batch), repro.replay_tools())
+    return on(repro.copy_model(), repro)
+
+
+def on(model: nn.Module, repro: Repro) -> Take:
+    """The step unchanged, on a copy of the model."""
+    return Take(model, repro.to_micro_batches(repro.batch), repro.replay_tools())
 
 
 def fp32(repro: Repro) -> Take:
@@ -113,7 +119,39 @@ VARIANTS: dict[str, Callable[[Repro], Take]] = {
     "fresh_batch": fresh_batch,
     "older_state": older_state,
 }
-"""The variants by name, in the order in which they run until the deadline."""
+"""The variants by name, in the order in which they run until the deadline; but see `in_order`."""
+
+
+class CompiledCopy:
+    """A copy of a repro's model that is compiled once, however often the step is replayed on it."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+
+    def of(self, repro: Repro) -> nn.Module:
+        """Returns the copy as it was before the step."""
+        if self._model is None:
+            assert repro.compiled_for is not None
+            self._model = repro.copy_model()
+            compile_(self._model, repro.compiled_for)
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        repro.reset_(self._model)
+        return self._model
+
+    def drop(self) -> None:
+        """Frees its memory."""
+        self._model = None
+
+
+def runs_compiled(repro: Repro, variant: str) -> bool:
+    """Whether a replay is compiled: only if it must give the bits of a compiled step."""
+    return variant == "same" and repro.compiled_for is not None and repro.comparable
+
+
+def in_order(repro: Repro) -> list[str]:
+    """Returns the variants in the order in which they run: a compiled one last, because it takes longest."""
+    return sorted(VARIANTS, key=lambda variant: runs_compiled(repro, variant))
 
 
 def replays(repro: Repro, variants: Iterable[str] = VARIANTS) -> dict[str, Outcome]:
@@ -126,22 +164,26 @@ def in_true_fp32(variant: str) -> contextlib.AbstractContextManager:
     return ieee_kernels() if variant == "fp32" else contextlib.nullcontext()
 
 
-def replay(repro: Repro, variant: str) -> Outcome:
-    """Replays the step as one of `VARIANTS`; never raises because of the model."""
+def replay(repro: Repro, variant: str, compiled_copy: CompiledCopy | None = None) -> Outcome:
+    """Replays the step as one of `VARIANTS`; never raises because of the model.
+
+    Args:
+        compiled_copy: what a compiled replay runs on; None for a copy of its own.
+    """
     make, began = VARIANTS[variant], time.monotonic()
     if began >= repro.deadline:
         return Outcome(not_run="the time limit was reached")
-    compiled = variant != "fp32" and repro.compiled_for is not None and repro.comparable
+    compiled = runs_compiled(repro, variant)
     try:
-        take = make(repro)
-        if compiled:
-            compile_(take.model, repro.compiled_for)
+        take = on((compiled_copy or CompiledCopy()).of(repro), repro) if compiled else make(repro)
         with in_true_fp32(variant):
             loss, norm, zeros = perform(take.model, take.batches, take.tools, repro.step)
     except NotPossible as error:
         return Outcome(not_run=str(error))
     except Exception as error:  # a user's model may raise anything, and an investigation must not end the run
         if compiled:  # perhaps compilation failed: replay uncompiled, marked as not comparable
+            if compiled_copy is not None:
+                compiled_copy.drop()
             return replay(replace(repro, compiled=True, compiled_for=None), variant)
         return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
     part = None if repro.applied else repro.part

@@ -20,7 +20,7 @@ from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_cul
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow, underflow
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import VARIANTS, Outcome, in_true_fp32, perform, replay
+from stabletrain.forensics.replay import VARIANTS, CompiledCopy, Outcome, in_order, in_true_fp32, perform, replay
 from stabletrain.forensics.repro import Repro, save_batch, save_repro
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.monitors.probe import Probe
@@ -64,6 +64,11 @@ class Subject(Protocol):
     def recheck(self) -> Finding | None: ...
     @property
     def deadline(self) -> float: ...
+
+    @property
+    def variants(self) -> Sequence[str]:
+        """`VARIANTS`, in the order in which they are to be replayed."""
+        ...
 
     def older(self) -> Tree | None:
         """Returns a captured state (`checkpoint/capture.py`) from before the step; None if there is none."""
@@ -140,6 +145,12 @@ class StepSubject:
         self.reading, self.part, self.deadline = repro.reading, repro.part, repro.deadline
         self.changes = repro.changes
         self.recheck = repro.recheck
+        self._compiled_copy, self._replayed = CompiledCopy(), False
+
+    @property
+    def variants(self) -> Sequence[str]:
+        """See `Subject`."""
+        return in_order(self.repro)
 
     def older(self) -> Tree | None:
         """See `Subject`."""
@@ -155,7 +166,13 @@ class StepSubject:
 
     def replay(self, variant: str) -> Outcome:
         """See `Subject`."""
-        return replay(self.repro, variant)
+        outcome = replay(self.repro, variant, self._compiled_copy)
+        if variant == "same":
+            # Only a step that came out differently is replayed once more: on the same copy, which is compiled by then.
+            if self._replayed or outcome.bitwise_equal_to_reading is not False:
+                self._compiled_copy.drop()
+            self._replayed = True
+        return outcome
 
     def trace(self, variant: str) -> Trace:
         """See `Subject`."""

@@ -143,7 +143,7 @@ class Guard:
         if not check_update:
             self._policy.update_check = NoUpdateCheck()
         self._state = TrainState(self._model, optimizer)
-        self._states = states(self._model, optimizer, self._policy, chosen, loader)
+        self._states = states(self._model, optimizer, self._policy, chosen, loader, self._agreement.any_rank)
         self._judge = Judge(
             self._model,
             optimizer,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import Buffers, SavedBuffers
-from stabletrain.checkpoint.tree import Piece
+from stabletrain.checkpoint.tree import local_part
 from stabletrain.guarded.agreement import wrappers
 from stabletrain.guarded.gradients import gradients, measure
 from stabletrain.guarded.part import Part, loss_of
@@ -176,23 +176,15 @@ def apart(model: nn.Module) -> Generator[None]:
 @torch.no_grad()
 def with_weights(model: nn.Module, values: Mapping[str, Any]) -> Generator[None]:
     """A context in which parameters have other values; their own bits are restored on exit."""
-    live = {name: local(tensor) for name, tensor in model.named_parameters() if name in values}
+    live = {name: local_part(tensor) for name, tensor in model.named_parameters() if name in values}
     own = {name: tensor.clone() for name, tensor in live.items()}
     try:
         for name, tensor in live.items():
-            tensor.copy_(local(values[name]))
+            tensor.copy_(local_part(values[name]))
         yield
     finally:
         for name, tensor in live.items():
             tensor.copy_(own[name])
-
-
-def local(tensor: Any) -> Tensor:
-    """Returns a tensor without its autograd history; of a sharded one, this rank's shard."""
-    if isinstance(tensor, Piece):
-        return tensor.local
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextlib.contextmanager

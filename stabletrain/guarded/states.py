@@ -1,16 +1,20 @@
 """Snapshots of a user's training state, to roll back to: weights, moments, limits of the guard, loss scale, loader."""
 
 import copy
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.checkpoint.capture import Stateful, capture, restore
-from stabletrain.checkpoint.snapshots import Snapshots
+from stabletrain.checkpoint.snapshots import Snapshots, choose_memory
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import TrainingHalted
+from stabletrain.guarded.incidents import LOG
 from stabletrain.guarded.scaling import Scaling
+from stabletrain.machine.memory import free_host_memory
+from stabletrain.parallel.ranks import current_ranks
 from stabletrain.records import TrainState
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.stability.guard.written import state_is_finite
@@ -63,12 +67,20 @@ class States(NoStates):
         policy: decides which states are healthy.
         scaling: its loss scale belongs to the state.
         loader: its position belongs to the state; None if it has none.
+        any_rank: returns whether its argument is true on any rank.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, policy: RollbackGuard, scaling: Scaling, loader: Loader | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        policy: RollbackGuard,
+        scaling: Scaling,
+        loader: Loader | None,
+        any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         super().__init__()
+        self._any_rank, self._chosen = any_rank, False
         self._state, self._policy, self._loader = TrainState(model, optimizer), policy, loader
         self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
         self._snapshots = Snapshots()
@@ -89,7 +101,25 @@ class States(NoStates):
         if not self._policy.states.steps:
             # The loop has already read this step's batch, which the loader's position includes.
             self._first = step
+            self._choose_memory()
             self._take(step)
+
+    def _choose_memory(self) -> None:
+        """Compares, once, the memory for snapshots with what the host has free; says so if it has too little."""
+        if self._chosen:
+            return
+        self._chosen, ranks = True, current_ranks()
+        line = choose_memory(
+            self._state,
+            snapshots=self._policy.states.at_once,
+            checkpoints=0,
+            ranks=ranks.local_world_size,
+            free=free_host_memory(),
+            fix="fewer snapshots: Guard(policy=RollbackGuard(snapshots=1))",
+            any_rank=self._any_rank,
+        )
+        if line and ranks.local_rank == 0:
+            LOG.warning("%s", line)
 
     def after_update(self, step: int) -> None:
         """Takes a snapshot if one is due after the step that was just judged."""
@@ -115,7 +145,7 @@ class States(NoStates):
 
     def older(self, step: int) -> Tree | None:
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
-        return self._snapshots.newest_on_host(step)
+        return self._snapshots.newest(step)
 
     def roll_back(self, step: int, *, number: int) -> int:
         """Restores the newest healthy state.
@@ -184,7 +214,14 @@ class States(NoStates):
 
 
 def states(
-    model: nn.Module, optimizer: Optimizer, policy: SkipGuard, scaling: Scaling, loader: Loader | None
+    model: nn.Module,
+    optimizer: Optimizer,
+    policy: SkipGuard,
+    scaling: Scaling,
+    loader: Loader | None,
+    any_rank: Callable[[bool], bool],
 ) -> NoStates:
     """Returns the states that a policy needs."""
-    return States(model, optimizer, policy, scaling, loader) if isinstance(policy, RollbackGuard) else NoStates()
+    if not isinstance(policy, RollbackGuard):
+        return NoStates()
+    return States(model, optimizer, policy, scaling, loader, any_rank)

@@ -20,7 +20,7 @@ from stabletrain.forensics.probes.samples import Culprits, search
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import NotPossible, Outcome, compare
+from stabletrain.forensics.replay import VARIANTS, NotPossible, Outcome, compare
 from stabletrain.forensics.repro import is_compiled
 from stabletrain.forensics.subject import ONLY_THE_UPDATE
 from stabletrain.forensics.trace.origin import find_origin
@@ -86,6 +86,11 @@ class LoopSubject:
     def buffers(self) -> list[Tensor]:
         """The buffers' values from before the step."""
         return self.rerun.begun.buffers.tensors()
+
+    @property
+    def variants(self) -> Sequence[str]:
+        """See `Subject`."""
+        return [*VARIANTS]
 
     def older(self) -> Tree | None:
         """See `Subject`."""

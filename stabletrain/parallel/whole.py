@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stabletrain.checkpoint.tree import Piece, Tree
+from stabletrain.checkpoint.tree import Piece, Tree, local_part
 from stabletrain.errors import StabletrainError
 from stabletrain.machine.memory import free_host_memory
 from stabletrain.parallel.ranks import Ranks, all_gather_tensor, host_group
@@ -201,14 +201,14 @@ class Gather:
 
     def _fill(self, send: Tensor, shard: Any) -> None:
         """Copies this rank's shard into the buffer. The rest of the buffer pads it to the size of the largest shard."""
-        local = shard.local if isinstance(shard, Piece) else shard.to_local()
+        local = local_part(shard)
         if local.numel():
-            whole = local.detach().contiguous().flatten().view(torch.uint8)
+            whole = local.contiguous().flatten().view(torch.uint8)
             send[: whole.numel()].copy_(whole)
 
     def _take(self, receive: Tensor, shard: Any, target: Tensor) -> None:
         """Copies the gathered rows into the target."""
-        local = shard.local if isinstance(shard, Piece) else shard.to_local()
+        local = local_part(shard)
         size = math.prod(shard.shape) * local.element_size()
         target.copy_(receive[:size].view(local.dtype).view(shard.shape))
 
@@ -220,8 +220,7 @@ def rows(shard: Any, count: int) -> int:
 
 def row_bytes(shard: Any) -> int:
     """Returns the size of one row in bytes."""
-    local = shard.local if isinstance(shard, Piece) else shard
-    return math.prod(shard.shape[1:]) * local.element_size()
+    return math.prod(shard.shape[1:]) * local_part(shard).element_size()
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -19,21 +19,25 @@ from omegaconf import DictConfig
 from torch import nn
 
 from stabletrain.buffers import note_masks
-from stabletrain.checkpoint.capture import Stateful
+from stabletrain.checkpoint.capture import Stateful, sharded_tensors
 from stabletrain.checkpoint.folder import run_of
+from stabletrain.checkpoint.snapshots import choose_memory
 from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
 from stabletrain.config import trust
 from stabletrain.config.arguments import SWEEP, job_overrides, key_of, parse_arguments
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.resuming import acting, check_resume
 from stabletrain.data.prefetch import Prefetch
+from stabletrain.data.to_device import ToDevice
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.distributed_handler import for_all_ranks
 from stabletrain.machine import compiling, hardware
+from stabletrain.machine.memory import free_host_memory
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
 from stabletrain.parallel.ranks import Ranks, run_on_main
+from stabletrain.printable import say
 from stabletrain.program import started
 from stabletrain.protocols import GuardPolicy, Tools
 from stabletrain.records import Batch, TrainState, reads_rows
@@ -128,6 +132,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         ),
         load=load,
         unit=source.unit,
+        to_device=ToDevice(process.device),
     )
     monitoring, history = Monitoring(monitors, RollingStats(), trained.usage, forecast), History()
     resumption = Resumption(
@@ -139,6 +144,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     try:
         start_wandb(cfg, process, trained, opened)
         opened.open_checkpoints()
+        choose_host_memory(process, trained.state, guard, opened.checkpoints)
         restore_state(cfg, rollback, guard, opened.tracker)
         if (changed := resumption.announce(opened.run_folder, opened.tracker)) is not None and acting(changed.keys):
             guard.begin_anew(None if changed.loss is None else changed.loss[1])
@@ -243,7 +249,27 @@ def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Ope
     opened.wandb.start(opened.folder, opened.run_folder.id, about, job_overrides(), sweeping=sweeping)
 
 
-# ---- restored state
+# ---- saved and restored states
+
+
+def choose_host_memory(process: Process, state: TrainState, guard: GuardPolicy, checkpoints: roles.Checkpoints) -> None:
+    """Compares the memory for copies of the state with what the host has free; says so on each machine with too little.
+
+    All ranks must call it.
+    """
+    ranks = process.ranks
+    writers = ranks.local_world_size if sharded_tensors(state) else int(ranks.rank == ranks.local_rank)
+    line = choose_memory(
+        state,
+        snapshots=guard.states.at_once,
+        checkpoints=writers if checkpoints.keeps else 0,
+        ranks=ranks.local_world_size,
+        free=free_host_memory(),
+        fix="lower guard.snapshots, or use guard=skip",
+        any_rank=process.parallel.any_rank,
+    )
+    if line and ranks.local_rank == 0:
+        say(line, flush=True)
 
 
 def restore_state(cfg: DictConfig, rollback: Rollback, guard: GuardPolicy, tracker: roles.Tracker) -> None:

@@ -93,7 +93,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
     with stop_request as signals:
         while state.step < plan.steps:
             batch = run.data.batches.get(state.step)
-            micro_batches = batch.to(run.device).split(plan.grad_accum_steps)
+            micro_batches = run.data.to_device(batch).split(plan.grad_accum_steps)
             run.parallel.request_stop(signals)
             # Launch forward and backward of this step before reading the last step's numbers: the device never waits.
             # A step that is taken again, after a fault of the machine, is computed twice: both must agree.
@@ -406,7 +406,7 @@ def use_state(run: TrainingRun, due: Due, judged: ExecutedStep, throughput: Thro
 def validate(run: TrainingRun) -> float:
     """Evaluates, logs the metrics, records the best; returns the validation loss."""
     state, history, tracker = run.state, run.history, run.rollback.tracker
-    batches = (batch.to(run.device) for batch in run.data.validation())
+    batches = map(run.data.to_device, run.data.validation())
     metrics = evaluate(
         state.model, batches, run.tools.objective.plain, run.tools.precision, run.tools.sanitizer, run.parallel
     )

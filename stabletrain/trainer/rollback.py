@@ -195,7 +195,7 @@ class Rollback:
 
     def older_state(self, step: int) -> Tree | None:
         """Returns the newest snapshot of at most `step` steps as it lies on the host; None if there is none."""
-        return self.snapshots.newest_on_host(step)
+        return self.snapshots.newest(step)
 
     def resume(self, resume: str) -> None:
         """Restores the checkpoint that `resume` names, and reports it.

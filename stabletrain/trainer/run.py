@@ -44,12 +44,14 @@ class TrainingData:
         validation: returns the batches of one evaluation.
         load: returns the training batch of a step number, not prefetched.
         unit: unit of throughput: `tok`, `img` or `sample`.
+        to_device: moves a batch to the training device; see `data/to_device.py`.
     """
 
     batches: Batches
     validation: Callable[[], Iterator[Batch]]
     load: Callable[[int], Batch]
     unit: str
+    to_device: Callable[[Batch], Batch]
 
 
 @dataclass

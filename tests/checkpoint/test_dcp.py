@@ -5,7 +5,8 @@ import safetensors.torch
 import torch
 
 from stabletrain.checkpoint import dcp
-from stabletrain.checkpoint.dcp import Copies, local_part
+from stabletrain.checkpoint.dcp import Copies
+from stabletrain.checkpoint.tree import Piece, local_part
 from stabletrain.checkpoint.writer import write_file
 from tests.checkpoint.given import as_rank
 
@@ -62,6 +63,7 @@ def test_a_rank_reads_its_shard_of_files_written_by_another_number_of_ranks(tmp_
             places = {name: shard(torch.zeros_like(tensor)) for name, tensor in WHOLE.items()}
             found = dcp.read(files, SHAPES, places)
             for name, tensor in WHOLE.items():
+                assert isinstance(found[name], Piece), "it stays on the host"
                 assert same(local_part(found[name]), local_part(shard(tensor))), name
             assert torch.equal(found["step"], REPLICATED["step"])
 
@@ -71,6 +73,21 @@ def test_a_target_of_another_dtype_or_shape_gets_the_whole_tensor_as_stored(tmp_
     found = dcp.read(files, SHAPES, {"bits": torch.zeros(4, dtype=torch.float64), "rows": torch.zeros(2, 3)})
     assert same(found["bits"], WHOLE["bits"])
     assert same(found["rows"], WHOLE["rows"])
+
+
+def test_pieces_of_a_snapshot_are_written_like_the_live_shards_and_dcp_clones_none_of_the_copies(tmp_path):
+    for rank in range(2):
+        with as_rank(rank, 2) as shard:
+            live = {name: shard(tensor) for name, tensor in WHOLE.items()}
+            pieces = {name: Piece.of(tensor, tensor.to_local().clone()) for name, tensor in live.items()}
+            copies = Copies({**pieces, **REPLICATED}, rank)
+        copies.write(tmp_path, rank, 2, write_file)
+        for item in copies.plan.items:
+            resolved = copies.resolve_data(item)
+            assert resolved.untyped_storage().nbytes() == resolved.nbytes, "DCP clones what is part of something larger"
+            assert resolved.data_ptr() == copies.copies[item.index.fqn].data_ptr()
+    found = dcp.read(sorted(tmp_path.iterdir()), SHAPES, {})
+    assert all(same(found[name], tensor) for name, tensor in (WHOLE | REPLICATED).items())
 
 
 def test_the_state_may_change_after_it_is_copied(tmp_path):

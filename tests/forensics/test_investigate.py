@@ -3,12 +3,15 @@
 import math
 import time
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stabletrain.forensics import replay as replay_module
+from stabletrain.forensics import subject as subject_module
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.investigate import Attempts, divisor_history, investigate, origin_of
 from stabletrain.forensics.probes.attention_scores import Scores
@@ -104,6 +107,74 @@ def test_an_older_state_that_is_normal_shows_how_far_the_weights_have_moved(repr
     assert found.evidence.drift.grown == pytest.approx(1e20, rel=1e-3)
     assert not math.isfinite(found.evidence.size("log_z_mean"))
     assert math.isfinite(found.evidence.before["monitors/log_z_mean"])
+
+
+class Counting(nn.Module):
+    """Adds a buffer that it counts up: a second pass computes something else unless the buffer is put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return self.linear(x) + self.count * torch.arange(3)
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """The replays that ran: which variant, and whether on a compiled copy; and the compiled copies."""
+    ran, copies, run, perform = [], [], subject_module.replay, replay_module.perform
+
+    def noting(repro, variant, *rest):
+        ran.append([variant, False])
+        return run(repro, variant, *rest)
+
+    def performing(model, *rest):
+        if ran:
+            ran[-1][1] = any(model is each for each in copies)
+        return perform(model, *rest)
+
+    monkeypatch.setattr(subject_module, "replay", noting)
+    monkeypatch.setattr(replay_module, "perform", performing)
+    monkeypatch.setattr(replay_module, "compile_", lambda model, shape: copies.append(model))
+    return ran, copies
+
+
+def test_of_a_compiled_step_only_the_unchanged_replay_is_compiled_last_and_once(repro, replayed):
+    ran, copies = replayed
+    scene = repro(Counting(), reading=READING, compiled_for=(4, 3))
+    weights = {name: tensor.clone() for name, tensor in scene.model.state_dict().items()}
+    scene = replace(scene, older=lambda: {"model": weights, "step": 39})
+    found = looked_into(scene, "spike")
+    eager = [["fp32", False], ["fresh_batch", False], ["older_state", False]]
+    assert ran == [*eager, ["same", True], ["same", True]]
+    assert len(copies) == 1, "the second replay runs what the first has compiled"
+    assert found.evidence.outcomes["same"].bitwise_equal_to_reading is False
+    assert found.evidence.repeats is True
+    assert found.evidence.outcomes.keys() == {*VARIANTS}
+    assert not found.failures
+
+
+def test_the_compiled_copy_is_freed_when_no_further_replay_will_run(repro, replayed):
+    _, copies = replayed
+    scene = repro(Counting(), reading=READING, compiled_for=(4, 3))
+    different = StepSubject(scene)
+    outcome = different.replay("same")
+    assert different._compiled_copy._model is copies[-1]
+    assert different.replay("same") == replace(outcome, seconds=ANY)
+    assert different._compiled_copy._model is None
+    equal = StepSubject(replace(scene, reading=READING._replace(loss=outcome.loss, grad_norm=outcome.grad_norm)))
+    assert equal.replay("same").bitwise_equal_to_reading is True
+    assert equal._compiled_copy._model is None
+
+
+def test_an_eager_step_is_replayed_in_the_usual_order(repro, replayed):
+    ran, copies = replayed
+    assert looked_into(repro(Counting(), reading=READING), "spike").evidence.repeats is True
+    assert ran == [[variant, False] for variant in (*VARIANTS, "same")]
+    assert not copies
 
 
 def test_the_sample_with_the_largest_input_is_compared_with_another_batch(repro):

@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.guarded import states
 from stabletrain.guarded.guard import Guard
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.step import InFlight
@@ -244,6 +245,16 @@ class Counted:
 
     def load_state_dict(self, state):
         self.at = state["at"]
+
+
+def test_a_host_that_cannot_hold_the_snapshots_is_said_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(states, "free_host_memory", lambda: 100.0)
+    loop = Loop(tmp_path, rollback=True)
+    loop.run(batches(3))
+    told = [record.message for record in caplog.records if record.message.startswith("memory ")]
+    assert len(told) == 1
+    assert "4 copies of the state" in told[0]
+    assert told[0].endswith("fix: fewer snapshots: Guard(policy=RollbackGuard(snapshots=1))")
 
 
 def test_if_skipping_does_not_help_an_older_state_is_restored(tmp_path):

@@ -74,13 +74,11 @@ def broken(part: str | None, rank: int) -> Generator[Counter[str]]:
 
         return counting
 
-    from stabletrain.checkpoint import snapshots
-
     target, instead = BROKEN[part] if part and current_ranks().rank == rank else ("", None)
     with (
         patch.object(Gather, "run", counted("gathers", Gather.run)),
         patch.object(GatheredState, "gather_older", counted("older", GatheredState.gather_older)),
-        patch.object(snapshots, "attach_shards", counted("attached", snapshots.attach_shards)),
+        patch.object(Piece, "on", counted("attached", Piece.on)),
     ):
         if instead is None:
             yield calls

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stabletrain.checkpoint import sharded
-from stabletrain.checkpoint.capture import capture, sharded_tensors
-from stabletrain.checkpoint.tree import flatten, is_sharded
+from stabletrain.checkpoint.capture import capture, restore, sharded_tensors
+from stabletrain.checkpoint.snapshots import Snapshots
+from stabletrain.checkpoint.tree import flatten, is_sharded, local_part
 from stabletrain.parallel.checkpoints import SharedCheckpoints
 from stabletrain.parallel.ranks import (
     all_gather_object,
@@ -80,7 +82,8 @@ def saved_and_read(place: Path) -> dict[str, Any]:
     assert found is not None
     tree, reading = gathering(lambda: found.load(sharded_tensors(again.state)))
     tensors = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})[0]
-    read = {name: tensor.to_local().numel() / tensor.numel() for name, tensor in tensors.items() if is_sharded(tensor)}
+    shards = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+    read = {name: shard.to_local().numel() / shard.shape.numel() for name, shard in shards.items()}
     whole = [name for name, tensor in tensors.items() if not is_sharded(tensor) and tensor.numel() > 1]
     seen = {"step": again.state.step, "end": tensors_of(job), "again": tensors_of(again), "read": read, "whole": whole}
     other = made(place, "ddp", f"resume={place / 'run'}", "parallel=ddp")
@@ -143,6 +146,44 @@ def ill(place: Path) -> dict[str, Any]:
     return seen
 
 
+def put_back(place: Path) -> dict[str, Any]:
+    """Puts back a state that lies in host memory, and one from the disk: what came back, and how much memory it took.
+
+    Also saves the first one, while the run has another.
+    """
+    job = made(place, "back", f"resume={place / 'run'}")
+    state, checkpoints, snapshots = job.state, job.rollback.checkpoints, Snapshots()
+    state.step = 9
+    snapshots.take(9, capture(state, job.rollback.parts), state)
+    tensors = flatten(capture(state, {}))[0].values()
+    shards = [local_part(tensor) for tensor in tensors if is_sharded(tensor)]
+    seen: dict[str, Any] = {"before": tensors_of(job), "largest": max(shard.nbytes for shard in shards)}
+    seen["all"] = sum(shard.nbytes for shard in shards)
+    for shard in shards:
+        shard.zero_()
+    kept = snapshots.newest(9)
+    checkpoints.save(9, kept, info={"run": job.output.folder.id}, healthy=True, val_loss=None)
+    checkpoints.wait()
+    seen["peak"] = peak_of(lambda: restore(kept, state, {}))
+    seen["after"] = tensors_of(job)
+    for shard in shards:
+        shard.zero_()
+    found = checkpoints.newest()
+    assert found is not None
+    tree = found.load(sharded_tensors(state))
+    seen["peak from disk"] = peak_of(lambda: restore(tree, state, {}))
+    return seen | {"step": found.step, "after from disk": tensors_of(job)}
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """The most bytes that were allocated at once by `work`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(change for _, change in changes), default=0)
+
+
 def left(folder: Path) -> list[str]:
     """The names in a run's folder of checkpoints."""
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -173,7 +214,7 @@ def main(place: Path) -> int:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)  # a rank that hangs says where
     seen, since = {}, time.monotonic()
-    for case in (saved_and_read, damaged, failing, ill):
+    for case in (saved_and_read, damaged, failing, put_back, ill):
         seen[case.__name__] = case(place)
         print(f"{case.__name__}: {time.monotonic() - since:.1f} s", flush=True)
     (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))

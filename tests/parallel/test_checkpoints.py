@@ -164,3 +164,12 @@ def test_a_file_that_somebody_has_laid_beside_the_parts_is_not_read(checkpoint):
     before = hashes(reader.verify(checkpoint).load())
     shutil.copy(checkpoint / SHARDS[0], checkpoint / "model" / "another.safetensors")
     assert hashes(reader.verify(checkpoint).load()) == before
+
+
+def test_a_state_is_put_back_shard_by_shard_without_a_second_copy_of_it(seen):
+    """From host memory and from the disk; on cards, a second copy would take 12 bytes per parameter."""
+    for each in (rank["put_back"] for rank in seen):
+        assert each["step"] == 9, "the checkpoint is that of the state in memory, which the run has left"
+        assert each["after"] == each["after from disk"] == each["before"]
+        assert each["largest"] < each["all"] / 10
+        assert max(each["peak"], each["peak from disk"]) <= each["largest"]

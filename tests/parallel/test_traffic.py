@@ -103,7 +103,7 @@ def held(state: TrainState) -> dict[str, int]:
     """Bytes of each kind, as `traffic.Memory` names them."""
     snapshots = Snapshots()
     snapshots.take(0, capture(state, {}), state)
-    tree = snapshots.newest_on_host(0)
+    tree = snapshots.newest(0)
     kept = [*tree["model"].values(), *moments(tree["optimizer"]["state"])]
     parameters = list(state.model.parameters())
     return {

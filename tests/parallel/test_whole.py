@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+from benchmarks.fake_card import as_if_on_a_card
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.parallel import whole
 from stabletrain.parallel.fsdp import FSDP
@@ -103,7 +104,7 @@ def test_of_the_older_state_only_weights_are_gathered_and_only_from_the_host(sha
     live = {"model": dict(model.state_dict()), "optimizer": {"state": moments}, "step": 3}
     snapshots = Snapshots()
     snapshots.take(3, live, TrainState(model, torch.optim.SGD(model.parameters())))
-    tree = snapshots.newest_on_host(3)
+    tree = snapshots.newest(3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -152,3 +153,20 @@ def test_the_ranks_of_a_machine_share_its_memory(sharded, monkeypatch, enough):
     text = f"replays need the whole weights on every rank, {needed / 1e9:.3g} GB on the host, for the 3 ranks of this "
     with pytest.raises(NotEnoughMemory, match=text):
         states.check()
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_memory_that_pytorch_has_reserved_and_does_not_use_counts_as_free(monkeypatch, enough):
+    """On a card that training has filled, PyTorch holds all memory, used or not."""
+    with as_if_on_a_card():
+        model = tiny_gpt().to("cuda")
+        needed = COPIES * 4 * sum(parameter.numel() for parameter in model.parameters())
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 10**9))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5000)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5000 + needed - 1000 - (not enough))
+        states = GatheredState(model, lambda: None, tiny_gpt, Ranks())
+        if enough:
+            states.check()
+            return
+        with pytest.raises(NotEnoughMemory, match="GB on the card, but only"):
+            states.check()

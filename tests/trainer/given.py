@@ -10,6 +10,7 @@ from torch import nn
 from stabletrain.buffers import Buffers
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.comparison.pages.at_end import NoPage
+from stabletrain.data.to_device import ToDevice
 from stabletrain.forecast.forecast import NoForecast
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.machine.hardware import Usage
@@ -179,7 +180,7 @@ def make_run(
         tools=tools,
         device=CPU,
         parallel=parallel,
-        data=TrainingData(batches, lambda: iter([batch(1000), batch(1001)]), batch, "sample"),
+        data=TrainingData(batches, lambda: iter([batch(1000), batch(1001)]), batch, "sample", ToDevice(CPU)),
         monitoring=Monitoring(NoMonitors(), RollingStats(), Usage(CPU), NoForecast()),
         forensics=Forensics(handler or Handler(), lambda: nn.Linear(4, 3), {"config": {"steps": steps}}),
         output=Output(tracker, Folder(), NoPage(), str),

@@ -14,6 +14,7 @@ from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import TrainState
+from stabletrain.stability.guard import RollbackGuard
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer import build as module
@@ -73,6 +74,40 @@ def test_everything_stateful_is_saved_and_is_what_the_run_uses(built):
     assert all(run.rollback.parts[name] is part for name, part in used.items())
     assert run.rollback.state is run.state
     assert run.rollback.tracker is run.output.tracker
+
+
+@pytest.mark.parametrize(
+    ("option", "copies"), [("guard=rollback", 5), ("guard.snapshots=1", 3), ("checkpoint=off", 4), ("guard=skip", 1)]
+)
+def test_a_host_that_cannot_hold_the_snapshots_is_told_before_the_first_step(
+    tmp_path, monkeypatch, capsys, option, copies
+):
+    for free, said in ((1e3, True), (1e12, False)):
+        monkeypatch.setattr(module, "free_host_memory", lambda free=free: free)
+        with composed(*CHOSEN, option) as cfg:
+            run = build(cfg, tmp_path / str(said), Progress(cfg.log_every, io.StringIO()))
+        run.data.batches.close()
+        run.output.tracker.close(0)
+        out = capsys.readouterr().out
+        assert (f"memory   {copies} copies of the state" in out) == said
+        assert ("fix: lower guard.snapshots, or use guard=skip" in out) == said
+
+
+def test_the_ranks_of_a_machine_share_its_memory_and_the_main_process_writes_the_checkpoint(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "choose_memory", lambda state, **given: asked.append(given) or "too little")
+    said = []
+    monkeypatch.setattr(module, "say", lambda line, **_: said.append(line))
+    state = TrainState(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
+    for rank, local_rank, writers in ((0, 0, 1), (3, 3, 1), (8, 0, 0), (9, 1, 0)):
+        ranks = Ranks(rank, 16, local_rank, True, local_world_size=8)
+        process = Process(ranks, {}, SingleProcess(), Seeded(), FP32, {}, CPU)
+        module.choose_host_memory(process, state, RollbackGuard(), Saves())
+        assert (asked[-1]["ranks"], asked[-1]["snapshots"], asked[-1]["checkpoints"]) == (8, 4, writers)
+    assert len(said) == 2, "one line for each machine"
+    monkeypatch.setattr(module, "sharded_tensors", lambda state: {"w": state})
+    module.choose_host_memory(process, state, RollbackGuard(), Saves())
+    assert asked[-1]["checkpoints"] == 8, "with FSDP each rank writes its shards"
 
 
 def test_an_investigation_gets_a_model_of_its_own_and_the_whole_configuration(built):

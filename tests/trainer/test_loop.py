@@ -133,6 +133,17 @@ def test_a_run_trains_every_step_and_says_that_it_finished():
     assert run.data.batches.closed
 
 
+def test_batches_of_training_and_of_validation_go_to_the_device_the_same_way():
+    run = make_run(steps=3)
+    moved, to_device = [], run.data.to_device
+    run.data.to_device = lambda batch: moved.append(batch) or to_device(batch)
+    validation = list(run.data.validation())
+    run.data.validation = lambda: iter(validation)
+    train(run)
+    assert len(moved) == 3 + len(validation)
+    assert all(any(batch is each for each in moved) for batch in validation)
+
+
 def test_a_best_checkpoint_that_cannot_be_read_at_the_end_undoes_no_success():
     class Damaged(Saves):
         def best(self):

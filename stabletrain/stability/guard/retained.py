@@ -28,6 +28,11 @@ class NoRetainedStates:
     """Step of the state that no rollback may go back beyond: none."""
 
     @property
+    def at_once(self) -> int:
+        """How many states are retained at once: none."""
+        return 0
+
+    @property
     def steps(self) -> list[int]:
         """Steps of all retained states, oldest first: none."""
         return []
@@ -82,6 +87,11 @@ class RetainedStates(NoRetainedStates):
         self.waiting = self.waiting[len(ready) :]
         self.known = (self.known + ready)[-self.most :]
         return ready
+
+    @property
+    def at_once(self) -> int:
+        """How many states are retained at once in a healthy run."""
+        return self.most + max(1, -(-self.healthy_after // self.every))
 
     @property
     def steps(self) -> list[int]:

@@ -71,4 +71,15 @@ def test_a_guard_without_rollback_retains_nothing():
     none = NoRetainedStates()
     none.retain(0, healthy=True)
     none.forget()
-    assert (none.due(0), none.steps, none.target) == (False, [], None)
+    assert (none.due(0), none.steps, none.target, none.at_once) == (False, [], None, 0)
+
+
+@pytest.mark.parametrize(("healthy_after", "at_once"), [(0, 4), (20, 4), (50, 4), (51, 5), (100, 5), (101, 6)])
+def test_so_many_states_are_retained_at_once_and_no_more(healthy_after, at_once):
+    states, seen = RetainedStates(most=3, every=50, healthy_after=healthy_after), []
+    for step in range(2000):
+        states.promote(step)
+        if states.due(step):
+            states.retain(step, healthy=True)
+            seen.append(len(states.steps))
+    assert states.at_once == max(seen) == at_once
