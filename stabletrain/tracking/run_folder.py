@@ -287,7 +287,7 @@ class RunFolder(NoRunFolder):
         Locks the folder itself too: the file may be deleted while the run lives. NFS locks only files.
         """
         self._locks = [
-            os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644),
+            os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644),
             os.open(self.path, os.O_RDONLY),
         ]
         for lock in self._locks:
