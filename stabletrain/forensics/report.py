@@ -134,8 +134,10 @@ def trying(fixes: Sequence[str], name: str) -> list[str]:
     """The command that tries the best fix whose effect one step can show."""
     able = [fix for fix in fixes if is_override(fix) and fix.partition("=")[0].partition(".")[0] in TRIED]
     able = [fix for fix in able if not fix.startswith(SLOW)]
-    typed = one_line(shlex.quote(able[0])) if able else ""
-    return ["", "To try it on this step:", "", f"    stabletrain replay {name} {typed}"] if able else []
+    if not able:
+        return []
+    typed = one_line(able[0].replace("'", "'\"'\"'"))
+    return ["", "To try it on this step:", "", f"    stabletrain replay {name} '{typed}'"]
 
 
 def again(record: Mapping[str, Any], name: str) -> list[str]:
