@@ -414,3 +414,30 @@ def test_a_run_as_the_working_folder_is_not_searched_for_modules(tmp_path, monke
     with pytest.raises(SystemExit):
         runpy.run_module("stabletrain", run_name="__main__")
     assert (str(tmp_path) in sys.path) == (not sign)
+
+
+@pytest.mark.parametrize("link", ["checkpoints", "incidents", "export", "whatif/step-00000000", "wandb/run-x"])
+def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_path, capsys, link):
+    target, place = tmp_path / "valuable", run / link
+    place.parent.mkdir(exist_ok=True)
+    shutil.move(place, target) if place.exists() else target.mkdir()
+    place.symlink_to(target)
+    before = {*target.rglob("*")}
+    typed = ["export", str(run), "--to", "safetensors"], ["whatif", str(run), "--from", "4", "--steps", "0"]
+    for command in typed:
+        assert main(command) == 2
+        assert f"{place} is a link to {target}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is a link to"):
+        stabletrain.train([f"resume={run}", "steps=9"])
+    assert {*target.rglob("*")} == before
+    assert stabletrain.train([f"resume={run}", "steps=9", "--trust"]).status == "finished"
+    assert stabletrain.train([f"resume={run}", "steps=10"]).status == "finished"
+
+
+def test_a_link_that_is_there_before_ones_own_run_begins_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for folder in ("large_disk", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large_disk")
+    stabletrain.train([*TINY, f"hydra.run.dir={tmp_path / 'run'}"])
+    assert stabletrain.train([f"resume={tmp_path / 'run'}", "steps=9"]).status == "finished"

@@ -142,7 +142,7 @@ def is_another_page(file: Path, folders: Sequence[Path]) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True
+        return not file.is_dir()  # a folder is no page, and cannot be written
 
 
 def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path, folders: Sequence[Path] = ()) -> None:
