@@ -32,6 +32,12 @@ requeue() {
   fi
   say "$1; queued again ($((restarts + 1)) of at most $max_requeues times)"
   scontrol requeue "$job" || exit 75
+  if [[ -n $avoid ]]; then   # Slurm changes this of waiting jobs only, and this one waits for the end of this script
+    for _ in {1..10}; do
+      scontrol update JobId="$job" ExcNodeList="$avoid" && break
+      sleep 1
+    done
+  fi
   sleep 300   # until Slurm ends this script
   exit 75
 }
@@ -58,8 +64,14 @@ node_addresses() {   # Slurm's address of each node, in the order of SLURM_NODEI
   done
 }
 
+nodes_to_avoid() {   # those that the job avoids already, and those whose card this start could not use
+  local already
+  already=$(scontrol show job --oneliner "$job" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+  { [[ ${already:-(null)} == "(null)" ]] || echo "$already"; sort -u "$unsuited"; } | paste -s -d ,
+}
+
 set +e
-stop='' ended=''
+stop='' ended='' avoid=''
 trap 'stop=1' USR2
 trap 'ended=1' TERM
 
@@ -71,6 +83,9 @@ fi
 before=$(newest_checkpoint) begun=$(progress)
 # How many starts in a row took no step; a file, since it must outlive a start.
 without_step=${notes_folder:-$folder}/slurm.without_step
+unsuited=${notes_folder:-$folder}/slurm.unsuited   # names of the nodes whose card this start cannot use
+export STABLETRAIN_UNSUITED_NODES=$unsuited
+rm -f "$unsuited"
 if ((restarts == 0)); then
   rm -f "$without_step"
 fi
@@ -84,7 +99,7 @@ if ((SLURM_JOB_NUM_NODES * processes > 1)); then
   ranks+=("$(dirname -- "${BASH_SOURCE[0]}")/ranks.py" --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$processes"
     --rdzv-backend=c10d --rdzv-endpoint="${addresses[0]}:$((15000 + SLURM_JOB_ID % 15000))"
     --rdzv-id="$SLURM_JOB_ID.$restarts")
-  # torchrun kills ranks that SIGTERM has not ended after 30 s, which may cut off a large checkpoint.
+  # By itself torchrun kills the ranks 30 s after SIGTERM, which may cut off a large checkpoint (pytorch/pytorch#172596).
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-$((notice > 50 ? notice - 20 : 30))}
   STABLETRAIN_NODE_ADDRESSES=$(IFS=,; echo "${addresses[*]}")   # for ranks.py
   export STABLETRAIN_NODE_ADDRESSES
@@ -104,11 +119,13 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 # A rank handles USR2 only once it trains; until then USR2 must not kill it, and it must never kill torchrun or W&B's
 # process: hence the trap. srun returns the highest exit code of all nodes, and when one node fails it ends the others
 # with TERM. An end by TERM must not hide the code of the node that failed, so it is the lowest code, 1, inside srun, and
-# an error is 99; both are translated back below. Hundreds of ranks need more open files than Slurm's soft limit allows.
+# an error is 99; both are translated back below. A node whose card cannot do what the run needs (4) writes its name
+# down. Hundreds of ranks need more open files than Slurm's soft limit allows.
 # shellcheck disable=SC2016
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${srun_options[@]}" bash -c 'ulimit -Sn "$(ulimit -Hn)"
-  trap "" USR2; trap : TERM; "$@"
-  case $? in 1) exit 99 ;; 143) exit 1 ;; *) exit $? ;; esac' rank \
+  trap "" USR2; trap : TERM; "$@"; code=$?
+  if ((code == 4)); then echo "${SLURMD_NODENAME:-$(hostname -s)}" >>"$STABLETRAIN_UNSUITED_NODES"; fi
+  case $code in 1) exit 99 ;; 143) exit 1 ;; *) exit $code ;; esac' rank \
   "${ranks[@]}" "$@" &
 child=$!
 
@@ -143,11 +160,18 @@ elif ((code == 75)); then
   requeue "saved"
 elif ((code == 143)) && [[ -n $trained ]]; then
   requeue "ended by SIGTERM, or by the loss of another node"
-elif ((code == 143)); then
+elif ((code == 143)) || [[ $code == 4 && -s $unsuited ]]; then
+  why="ended by SIGTERM, or by the loss of another node, before it trained"
   starts=$(($(cat "$without_step" 2>/dev/null) + 1))
   echo "$starts" >"$without_step"
+  if ((code == 4)); then
+    why="the card of $(sort -u "$unsuited" | paste -s -d ,) cannot do what the run needs, as the message above says"
+    avoid=$(nodes_to_avoid)
+    why+="; it avoids $avoid from now on (scontrol update JobId=$job ExcNodeList= allows them again)"
+    rm -f "$unsuited"
+  fi
   if ((starts <= 3)); then
-    requeue "ended by SIGTERM, or by the loss of another node, before it trained"
+    requeue "$why"
   fi
   say "code $code; not queued again, $starts starts in a row ended before a step"
 elif ((code > 128)) && [[ $(newest_checkpoint) != "$before" ]]; then

@@ -40,6 +40,12 @@ class ConfigError(StabletrainError):
     exit_code = 2
 
 
+class WrongCard(ConfigError):
+    """This machine's card, or its build of PyTorch, cannot do what the run needs; `slurm/job.sh` asks for another."""
+
+    exit_code = 4
+
+
 class TrainingHalted(StabletrainError):
     """The guard stopped the run, because continuing would not help. The last good checkpoint is kept.
 

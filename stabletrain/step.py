@@ -13,6 +13,7 @@ have the values it started from, so it can be replayed. Nothing here waits for t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -78,13 +79,17 @@ class InFlight:
         numbers: Mapping[str, Tensor | float | None],
         own: OwnNumbers | None = None,
         undone: bool = False,
+        wait_for: Callable[[Any], None] = methodcaller("synchronize"),
     ) -> None:
         """Starts copying `terms` and `numbers`, which become the fields of `Reading`, to the host.
 
         Args:
             step, lr, terms: see `Reading`.
             numbers: 0-d tensors, and numbers that the host knows already. `withheld` is 1 if the update was skipped.
+            own, undone: see above.
+            wait_for: waits for a CUDA event.
         """
+        self._wait_for = wait_for
         self.own, self.undone, self.computed_again = own, undone, False
         self._known: dict[str, Any] = {"step": step, "lr": lr, **numbers}
         self._terms = {f"terms/{name}": name for name in terms}  # no field of `Reading` has a slash in its name
@@ -100,9 +105,13 @@ class InFlight:
             self._arrived.record()
 
     def wait(self) -> Reading:
-        """Returns the reading. On CUDA this waits for the copy only, not for work launched after it."""
+        """Returns the reading. On CUDA this waits for the copy only, not for work launched after it.
+
+        Raises:
+            RankLost: another rank has ended, so the step never will.
+        """
         if self._arrived is not None:
-            self._arrived.synchronize()
+            self._wait_for(self._arrived)
         numbers = self._known | dict(zip(self._names, self._values.tolist(), strict=True))
         numbers["terms"] = {name: numbers.pop(key) for key, name in self._terms.items()}
         numbers["applied"] = not (numbers.pop("withheld") or numbers.get("bad_update"))
@@ -282,7 +291,8 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
     if update.rank is not None and checks.rank is not None:  # a rank whose own numbers were bad had no update
         of_ranks["rank"] = torch.maximum(checks.rank, update.rank)
-    return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own, update.undone)
+    wait_for = tools.parallel.wait_for  # notices if another rank is lost
+    return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own, update.undone, wait_for)
 
 
 def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:

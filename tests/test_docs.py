@@ -20,6 +20,8 @@ SLOW = [page for page in PAGES if any(found.page == page and found.mark == "" fo
 NOT_RUN = {"needs a card", "needs W&B", "needs a cluster", "takes minutes", "needs a data set"}
 """Reasons for which a transcript is not run."""
 
+DOCS = [*(ROOT / "docs").glob("*.md")]
+
 BANNED = re.compile(r"\b(somebody|whoever|nobody|a person|that which)\b", re.IGNORECASE)
 
 
@@ -102,3 +104,17 @@ def test_no_text_uses_banned_words():
         for match in BANNED.finditer(line)
     ]
     assert not found, "\n".join(found)
+
+
+OF_RUNS = re.compile(r"\b(bit for bit|bit-identical|bitwise equal|same bits)\b")
+"""Says that two runs, or a step and its replay, are equal."""
+
+OTHER_EQUALITIES = {"log.md", "objectives.md", "plugins.md", "weights.md"}
+"""Pages that say it of other things: of batches, files, and the versions of this package."""
+
+
+@pytest.mark.parametrize("page", ["README.md", "slurm/README.md", *sorted(f"docs/{p.name}" for p in DOCS)])
+def test_a_page_that_promises_equal_bits_says_what_a_card_needs_for_them(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    promised = OF_RUNS.search(text) and page.removeprefix("docs/") not in OTHER_EQUALITIES
+    assert not promised or "determinism=strict" in text

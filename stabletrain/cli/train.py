@@ -8,6 +8,7 @@ Resolves `resume`, runs one job or a sweep, reports errors, and returns the exit
 | 1 | failed: an error of the program or the machine, with its traceback; or finished, but the last state is not saved |
 | 2 | refused: the configuration cannot work |
 | 3 | halted by the guard |
+| 4 | refused on this machine: the card, or its build of PyTorch, cannot do what the run needs |
 | 75 | interrupted by a signal, state saved; `resume=auto` continues |
 | 130 | interrupted twice, or without checkpoints: stopped, state not saved |
 
@@ -61,7 +62,13 @@ from stabletrain.errors import (
     own_traceback,
 )
 from stabletrain.machine.signals import NoStopRequest
-from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location, says_how_to_continue
+from stabletrain.parallel.failure_report import (
+    as_rank_lost,
+    publish_end,
+    publish_failure,
+    publish_location,
+    says_how_to_continue,
+)
 from stabletrain.parallel.ranks import (
     Ranks,
     current_ranks,
@@ -249,6 +256,7 @@ def run_job(cfg: DictConfig) -> float | None:
             record_failure(folder, error)
         if isinstance(error, Interrupted | TrainingHalted):  # all ranks raise these: none may be ended early
             exit_together(ranks)
+        publish_end(ranks)
         sys.exit(getattr(error, "exit_code", 1))
 
 

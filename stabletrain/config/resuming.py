@@ -122,6 +122,9 @@ KEYS: dict[str, Row] = {
 }
 """Keys at the top level, and keys whose row is not their group's."""
 
+AUTO, AUTO_MODES = "stabletrain.stability.precision.auto", ("bf16", "fp16", "fp32")
+"""The target of `precision=auto`, and what it chooses from."""
+
 WITHOUT_TRACE = ("resume", "device", "report")
 """Keys that a resume does not even record as changed."""
 
@@ -257,6 +260,22 @@ def resumed_folder(resume: str, folder: Path) -> Path | None:
     if resume == "none":
         return None
     return folder if resume == "auto" else Path(resume).absolute().parent.parent
+
+
+def kept_precision(cfg: DictConfig, choices: Mapping[str, str], folder: Path) -> str:
+    """Returns the mode that `precision=auto` has chosen for the run that is resumed; empty if there is none.
+
+    For the arguments see `check_resume`.
+    """
+    other = resumed_folder(cfg.resume, folder)
+    if other is None or choices.get("precision") != "auto" or cfg.precision.get("_target_") != AUTO:
+        return ""
+    try:
+        record = read_run_record(other)
+    except DamagedFile:
+        return ""
+    found = record.get("hardware", {}).get("precision")
+    return found if found in AUTO_MODES and record.get("choices", {}).get("precision") == "auto" else ""
 
 
 def check_resume(cfg: DictConfig, choices: Mapping[str, str], folder: Path, *, unfinished: bool = True) -> None:

@@ -22,7 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, WrongCard
 from stabletrain.machine import torch_builds
 
 
@@ -87,11 +87,11 @@ def selected() -> str:
 
 
 def check_build(wanted: str, device: torch.device, capability: tuple[int, int]) -> None:
-    """Raises ConfigError if PyTorch was not compiled for a GPU of this compute capability."""
+    """Raises WrongCard if PyTorch was not compiled for a GPU of this compute capability."""
     architectures = torch.cuda.get_arch_list()
     if not torch_builds.can_run(capability, architectures):
         reason = torch_builds.refusal(name(device), capability, architectures, torch.__version__)
-        raise ConfigError(f"device={wanted}: {reason}")
+        raise WrongCard(f"device={wanted}: {reason}")
 
 
 @cache

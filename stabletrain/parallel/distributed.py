@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
+from stabletrain.machine.signals import NoStopRequest, StopRequest
+from stabletrain.parallel.failure_report import wait_or_lose_rank
 from stabletrain.parallel.ranks import (
     Ranks,
     Timeouts,
@@ -34,6 +36,7 @@ class Distributed(SingleProcess):
     def __init__(self, ranks: Ranks, timeouts: Timeouts | None = None) -> None:
         super().__init__(ranks)
         self.timeouts = timeouts
+        self._signals: StopRequest | NoStopRequest = NoStopRequest()
         self._wish, self._heard = "", False
         self._learnt: list[Tensor] | None = None
 
@@ -190,9 +193,17 @@ class Distributed(SingleProcess):
         """Returns rank 0's value on every rank. Communicates over the hosts' network (gloo)."""
         return broadcast_object(here)
 
-    def request_stop(self, signal: str) -> None:
-        """Puts the request into the next step's row."""
-        self._wish = signal
+    def wait_for(self, event: Any) -> None:
+        """Waits until the device has reached a CUDA event.
+
+        Raises:
+            RankLost: another rank has ended, so the device never will.
+        """
+        wait_or_lose_rank(event, self.ranks, lambda: self._signals.name == "SIGTERM")
+
+    def request_stop(self, signals: StopRequest | NoStopRequest) -> None:
+        """Puts a request to stop into the next step's row."""
+        self._signals, self._wish = signals, signals.name
 
     def note_stop(self, stop: bool) -> None:
         """Remembers the request until the run stops."""

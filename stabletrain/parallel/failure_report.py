@@ -8,6 +8,7 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -19,6 +20,15 @@ from stabletrain.parallel.ranks import Ranks, connection_error, timeout
 
 PATIENCE = 2.0
 """Seconds to wait for the report of a rank whose connections were closed."""
+
+AT_ONCE = 1.0
+"""Seconds that a rank waits for its device before it looks for lost ranks, and between two such looks."""
+
+ANY = "any"
+"""Stands for the rank in the place where any rank publishes its end: the others then need a single look."""
+
+MARGIN = 10.0
+"""Seconds before torchrun kills this rank in which it can still report why."""
 
 LENGTH = 300
 """Maximum length of a message in characters."""
@@ -35,14 +45,63 @@ def publish_failure(ranks: Ranks, error: BaseException) -> None:
         put(ranks, "last", f"{type(error).__name__}: {error}")
 
 
+def publish_end(ranks: Ranks) -> None:
+    """Publishes that this rank's process ends after a failure. (In a sweep, a failed run does not end it.)"""
+    if ranks.distributed:
+        put(ranks, "ended", str(ranks.rank), ANY)
+
+
+def wait_or_lose_rank(event: Any, ranks: Ranks, told_to_end: Callable[[], bool]) -> None:
+    """Waits until the device has reached a CUDA event.
+
+    A collective of NCCL that waits for a lost rank does not fail, and `event.synchronize()` would wait with it until
+    torchrun kills this rank. So after a second, this looks for lost ranks in between.
+
+    Args:
+        event: a `torch.cuda.Event`.
+        ranks: this process among those of the run.
+        told_to_end: whether SIGTERM has arrived.
+
+    Raises:
+        RankLost: another rank has ended. Or SIGTERM has arrived and this rank is about to be killed: it may have lost
+            one on another machine.
+    """
+    look, kill, processes = time.monotonic() + AT_ONCE, float("inf"), None
+    while not event.query():
+        if (now := time.monotonic()) < look:
+            time.sleep(0.0005 if processes is None else 0.02)
+            continue
+        look = now + AT_ONCE
+        if told_to_end():
+            kill = min(kill, now + seconds_to_end() - MARGIN)
+        if processes is None:
+            processes = processes_here(ranks)
+        lost = get(ranks, "ended", ANY) or not all(map(lives, processes)) or now >= kill
+        if lost and not event.query():
+            raise RankLost(describe_lost_rank(ranks))
+
+
+def processes_here(ranks: Ranks) -> list[str]:
+    """Returns the process ids of the other ranks on this machine."""
+    first = ranks.rank - ranks.local_rank  # torchrun numbers the ranks of a machine one after another
+    others = [rank for rank in range(first, first + ranks.local_world_size) if rank != ranks.rank]
+    places = [get(ranks, "at", rank).partition(" ") for rank in others]
+    return [process for host, _, process in places if host == platform.node()]
+
+
+def seconds_to_end() -> float:
+    """Returns how long after SIGTERM torchrun kills a rank that has not ended."""
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+
+
 def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
     """Returns a RankLost that names the lost rank, if `error` is a failed collective; None for any other error."""
-    if isinstance(error, RankLost):
-        return error
-    if not ranks.distributed or not connection_error(error):
+    if not isinstance(error, RankLost) and (not ranks.distributed or not connection_error(error)):
         return None
     with suppress(ValueError):  # only the main thread can set handlers
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks: report first
+    if isinstance(error, RankLost):
+        return error
     lost, waited = describe_lost_rank(ranks), ""
     if "timed out" in connection_error(error).lower():
         put(ranks, "last", f"it waited {timeout().total_seconds():g} s for another rank")
@@ -96,18 +155,23 @@ def lives(process: str) -> bool:
         return not Path("/proc/self").exists()  # without /proc nothing is known: assume it runs
 
 
-def put(ranks: Ranks, what: str, text: str) -> None:
-    """Publishes a message of this rank; ignores all errors."""
+def put(ranks: Ranks, what: str, text: str, of: int | str | None = None) -> None:
+    """Publishes a message of this rank, or of what `of` says; ignores all errors."""
     with suppress(Exception):
-        register().set(f"stabletrain/{ranks.restarts}/{what}/{ranks.rank}", " ".join(text.split())[:LENGTH])
+        register().set(key(ranks, what, ranks.rank if of is None else of), " ".join(text.split())[:LENGTH])
 
 
-def get(ranks: Ranks, what: str, rank: int) -> str:
+def get(ranks: Ranks, what: str, of: int | str) -> str:
     """Returns the message of a rank; empty if there is none, or if the store is gone."""
-    key = f"stabletrain/{ranks.restarts}/{what}/{rank}"
     with suppress(Exception):
-        return register().get(key).decode() if register().check([key]) else ""
+        name = key(ranks, what, of)
+        return register().get(name).decode() if register().check([name]) else ""
     return ""
+
+
+def key(ranks: Ranks, what: str, of: int | str) -> str:
+    """Returns where a message is published; after a restart of all ranks it is another place."""
+    return f"stabletrain/{ranks.restarts}/{what}/{of}"
 
 
 @cache

@@ -87,6 +87,10 @@ def join_process_group(ranks: Ranks) -> None:
 
     if dist.is_initialized():
         return
+    if ranks.world_size > ranks.local_world_size:  # on several machines
+        from stabletrain.parallel.network import choose_interface
+
+        choose_interface()
     # With device=cpu, NCCL is never used: it connects the ranks only in the first collective between GPUs.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     # A rank whose configuration is refused leaves at once. Without a barrier it could close its sockets while another

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
 from stabletrain.checkpoint.tree import Tree
+from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import WholeState
 from stabletrain.records import Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks, TrainState
@@ -94,6 +95,10 @@ class SingleProcess:
         """Returns the numbers of the whole step from those of this rank's slice. They are the same on every rank."""
         return terms, norms, checks
 
+    def wait_for(self, event: Any) -> None:
+        """Waits until the device has reached a CUDA event."""
+        event.synchronize()
+
     # ---- between steps
 
     def set_timeout(self, *, started: bool) -> None:
@@ -145,8 +150,8 @@ class SingleProcess:
         """Returns rank 0's value on every rank. It must be small and picklable."""
         return here
 
-    def request_stop(self, signal: str) -> None:
-        """Records the name of the signal that asked this rank to stop; empty for none."""
+    def request_stop(self, signals: StopRequest | NoStopRequest) -> None:
+        """Records the signals that ask this rank to stop."""
 
     def note_stop(self, stop: bool) -> None:
         """Records that some rank was asked to stop, as a step's reading reports."""

@@ -104,7 +104,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
             changes what it cannot.
     """
     # the process comes first: determinism must be set up before CUDA starts
-    process = start_process(cfg)
+    process = start_process(cfg, folder)
     run_on_main(process.ranks, lambda: check_resume(cfg, process.choices, folder))
     guard, clipping = make(cfg, "guard", option_roles.GuardOption), make(cfg, "clipping", option_roles.ClippingOption)
     monitors, faults = (

@@ -94,7 +94,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
         while state.step < plan.steps:
             batch = run.data.batches.get(state.step)
             micro_batches = batch.to(run.device).split(plan.grad_accum_steps)
-            run.parallel.request_stop(signals.name)
+            run.parallel.request_stop(signals)
             # Launch forward and backward of this step before reading the last step's numbers: the device never waits.
             # A step that is taken again, after a fault of the machine, is computed twice: both must agree.
             again, taking_again = taking_again, False

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from stabletrain.buffers import note_masks
 from stabletrain.config.arguments import job_overrides, key_of
 from stabletrain.config.make import make, plain, target_of
+from stabletrain.config.resuming import kept_precision
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
-from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
+from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group, run_on_main
 from stabletrain.printable import say
 from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
@@ -107,8 +108,8 @@ class Trained:
 # ---- process
 
 
-def start_process(cfg: DictConfig) -> Process:
-    """Joins the other ranks, and prepares determinism, device and precision."""
+def start_process(cfg: DictConfig, folder: Path) -> Process:
+    """Joins the other ranks, and prepares determinism, device and precision. `folder` is the run folder."""
     ranks = current_ranks()
     if ranks.launched:
         join_process_group(ranks)
@@ -119,7 +120,11 @@ def start_process(cfg: DictConfig) -> Process:
     determinism = make(cfg, "determinism", option_roles.DeterminismOption)
     switches = determinism.prepare()  # before `pick`, which starts CUDA
     device = hardware.pick(cfg.device, ranks.local_rank, ranks.local_world_size)
-    precision = make(cfg, "precision", option_roles.PrecisionOption, device=device)
+    # `precision=auto` of a resumed run stays what it was, on whichever card the run continues.
+    resuming = cfg.resume != "none"
+    kept = run_on_main(ranks, lambda: kept_precision(cfg, choices, folder)) if resuming else ""
+    given = {"kept": kept} if kept else {}
+    precision = make(cfg, "precision", option_roles.PrecisionOption, device=device, **given)
     precision.prepare()
     return Process(ranks, choices, parallel, determinism, precision, switches, device)
 

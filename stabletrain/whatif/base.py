@@ -69,6 +69,12 @@ class Base:
         found: Any = self.record.get("hardware", {}).get("precision")
         return str(found or self.settings.choices.get("precision", ""))
 
+    @property
+    def repeats_exactly(self) -> bool:
+        """Whether a repetition gives the same bits: on a CPU, or with deterministic kernels only."""
+        device: Any = self.record.get("hardware", {}).get("device")
+        return not str(device).startswith("cuda") or self.settings.choices.get("determinism") == "strict"
+
     def get(self, key: str, default: int) -> int:
         """Returns a whole number of the configuration; the default if the run has no such key."""
         found = self.settings.flat().get(key)

@@ -18,7 +18,7 @@ def opening(planned: Plan, asked: Asked) -> str:
     lines = [
         f"run      {base.run}",
         f"trouble  {steps_text(trouble)}: {trouble.text}",
-        f"start    the state after step {origin.step:,}, {kept(origin)}",
+        f"start    the state after step {origin.step:,}, {kept(origin, base.repeats_exactly)}",
     ]
     refused = f"; {len(planned.refused)} do not apply (--list says why)" if planned.refused else ""
     lines.append(f"arms     {', '.join(arm.name for arm in planned.arms)}{refused}")
@@ -52,14 +52,15 @@ def steps_text(trouble: Trouble) -> str:
     )
 
 
-def kept(origin: Origin) -> str:
-    """Says where the state comes from."""
+def kept(origin: Origin, exactly: bool = True) -> str:
+    """Says where the state comes from, and whether a state that is computed again has the same bits."""
     if not origin.steps and origin.source is not None:
         return f"from {origin.source.path.name}"
     begin = "step 0" if origin.source is None else origin.source.path.name
     if not origin.steps:
         return "from the run's initial weights"
-    return f"which was not kept: computed again from {begin}"
+    alike = "" if exactly else "; on a card without determinism=strict it will be alike, not the same bits"
+    return f"which was not kept: computed again from {begin}{alike}"
 
 
 def way(asked: Asked) -> str:

@@ -368,7 +368,7 @@ TRAIN = " ".join(
 def test_training_goes_on_when_the_disk_is_full_and_continues_when_it_is_not(tmp_path):
     script = f"""
     mount -t tmpfs -o size=1m tmpfs disk
-    {TRAIN} 2> first.err
+    {TRAIN} 2> first.err || echo $? > code
     cp -r disk/run full
     mount -o remount,size=64m disk
     {TRAIN} resume=auto steps=33 2> second.err
@@ -381,7 +381,8 @@ def test_training_goes_on_when_the_disk_is_full_and_continues_when_it_is_not(tmp
     assert len(refused) == 1, first
     assert "Traceback" not in first
     assert "val loss" in ran.stdout
-    assert "the last state could not be saved (No space left on device" in ran.stdout
+    assert (tmp_path / "code").read_text() == "1\n", "it has trained to its end, but nothing has the result"
+    assert "the last state could not be saved (No space left on device" in first.splitlines()[-1]
     kept = sorted(path.name for path in (tmp_path / "full" / "checkpoints").iterdir())
     newest = int(kept[-1].removeprefix("step-"))
     assert kept == [f"step-{step:08d}" for step in range(0, newest + 1, 3)]  # the first is the guard's

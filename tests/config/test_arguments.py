@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from stabletrain.config import trust
 from stabletrain.config.arguments import (
@@ -14,6 +15,7 @@ from stabletrain.config.arguments import (
     job_overrides,
     parse_arguments,
     program,
+    quoted,
     recorded_arguments,
     resolve_resume,
     resume_command,
@@ -137,6 +139,20 @@ def test_a_run_folder_brings_its_arguments_and_typed_ones_take_precedence(place,
     assert found.options == ["--config-dir", "mine"]
     assert (found.value("seed"), found.value("steps")) == ("1", "9")
     assert (found.value("resume"), found.value("hydra.run.dir")) == ("auto", "run")
+
+
+NAMES = ["it's", 'say "hi"', "a\\'b\\", "a b", "a=b,c", "$HOME", "[1]", "{a}", "a#b", "ü", "back\\\\"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_of_a_folder_is_typed_as_hydra_reads_it(place, name):
+    """Hydra's own parser gives the name back, and so do we; Hydra must read the option that a resume becomes."""
+    run_folder(place / name, "seed=1")
+    found = resolved(f"resume={quoted(name)}")
+    assert found.value("hydra.run.dir") == name
+    [override] = [each for each in found.overrides if each.startswith("hydra.run.dir=")]
+    [parsed] = OverridesParser.create().parse_overrides([override])
+    assert parsed.value() == name
 
 
 def test_a_checkpoint_is_continued_in_a_new_folder_with_the_runs_arguments(place):

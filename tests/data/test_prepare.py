@@ -88,3 +88,9 @@ def test_a_hugging_face_data_set_is_streamed(tmp_path):
 def test_bounds_are_named(tmp_path, text, values, message):
     with pytest.raises(ConfigError, match=message):
         prepare(str(text), str(tmp_path / "out"), **values)
+
+
+def test_a_name_too_long_for_a_folder_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match="its name has 201 bytes, but names may have 200"):
+        prepare(str(text), str(tmp_path / ("a" * 201)))
+    prepare(str(text), str(tmp_path / ("a" * 200)))

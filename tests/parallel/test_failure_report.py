@@ -8,12 +8,15 @@ import subprocess
 import pytest
 
 from stabletrain.errors import ConfigError, RankLost
+from stabletrain.machine.signals import StopRequest
 from stabletrain.parallel import failure_report
+from stabletrain.parallel.distributed import Distributed
 from stabletrain.parallel.failure_report import (
     as_rank_lost,
     describe_lost_rank,
     get,
     lives,
+    publish_end,
     publish_failure,
     publish_location,
     put,
@@ -52,6 +55,40 @@ def store(monkeypatch):
     return made
 
 
+class Event:
+    """A CUDA event that the device reaches after so many looks; and never, if it is None."""
+
+    def __init__(self, looks=None):
+        self.looks = looks
+
+    def query(self):
+        if self.looks is None:
+            return False
+        self.looks -= 1
+        return self.looks < 0
+
+
+class Clock:
+    """Stands for `time`: a second passes with each sleep."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += 1.0
+        assert self.now < 1000, "it waits forever"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replaces the time, for this module only."""
+    monkeypatch.setattr(failure_report, "time", Clock())
+    return failure_report.time
+
+
 @pytest.fixture(autouse=True)
 def _sigterm():
     """The handler of SIGTERM, which a rank that loses another ignores from then on."""
@@ -61,7 +98,7 @@ def _sigterm():
 
 
 def rank(number, count=2, restarts=0):
-    return Ranks(number, count, number, launched=True, restarts=restarts)
+    return Ranks(number, count, number, launched=True, restarts=restarts, local_world_size=count)
 
 
 def test_the_rank_that_failed_is_named_with_its_error(store):
@@ -92,6 +129,55 @@ def test_a_rank_that_gave_up_waiting_tells_the_one_it_waited_for(store):
     assert str(as_rank_lost(CLOSED, rank(0))) == "rank 1 of 2 has ended: it waited 900 s for another rank"
 
 
+def waiting(here, *signals):
+    """A rank that waits for its device, and the signals that it has been sent."""
+    request, ranks = StopRequest(), Distributed(here)
+    for each in signals:
+        request.note(each, None)
+    ranks.request_stop(request)
+    return ranks
+
+
+def test_a_step_that_takes_long_is_waited_for(store, clock):
+    publish_location(rank(1))
+    waiting(rank(0)).wait_for(Event(0))
+    assert clock.now == 0, "what has arrived is not waited for"
+    waiting(rank(0)).wait_for(Event(500))
+    waiting(rank(0), signal.SIGUSR2).wait_for(Event(500))
+
+
+def test_a_device_that_waits_for_a_killed_rank_is_not_waited_for(store, clock):
+    process = subprocess.Popen(["true"])
+    process.wait()
+    put(rank(1), "at", f"{HERE} {process.pid}")
+    with pytest.raises(RankLost, match=f"^rank 1 of 2 .process {process.pid} on {HERE}. has ended without an error"):
+        waiting(rank(0)).wait_for(Event())
+    assert clock.now < 5
+
+
+def test_a_device_that_waits_for_a_rank_of_another_machine_that_failed_is_not_waited_for(store, clock):
+    there = Ranks(1, 2, 0, launched=True, local_world_size=1)
+    put(there, "at", "far_away 1")
+    publish_failure(there, ValueError("a bad value"))
+    here = waiting(Ranks(0, 2, 0, launched=True, local_world_size=1))
+    here.wait_for(Event(500))  # of a sweep whose next run goes on
+    publish_end(there)
+    with pytest.raises(RankLost, match="^rank 1 of 2 has ended: ValueError: a bad value$"):
+        here.wait_for(Event())
+
+
+@pytest.mark.parametrize(("seconds", "waited"), [("30", 20), ("100", 90)])
+def test_a_rank_that_is_about_to_be_killed_reports_that_its_device_waits(store, clock, monkeypatch, seconds, waited):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds)
+    put(rank(1), "at", "far_away 1")
+    here = waiting(rank(0), signal.SIGTERM)
+    here.wait_for(Event(waited))
+    begun = clock.now
+    with pytest.raises(RankLost, match=r"^another rank no longer responds, .* machines \(1 on far_away\)$"):
+        here.wait_for(Event())
+    assert waited <= clock.now - begun < waited + 5
+
+
 def test_an_error_of_another_kind_is_left_alone(store):
     before = signal.getsignal(signal.SIGTERM)
     assert as_rank_lost(ValueError("Connection closed by peer"), rank(0)) is None
@@ -104,6 +190,7 @@ def test_an_error_of_another_kind_is_left_alone(store):
 def test_a_loss_that_is_known_already_stays_as_it_is(store):
     error = RankLost("rank 1 has ended")
     assert as_rank_lost(error, rank(0)) is error
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "torchrun ends all: not before this is told"
 
 
 def test_a_process_that_ended_without_a_message_is_named(store):

@@ -1,5 +1,6 @@
 """One process: every method returns its argument unchanged."""
 
+import signal
 from contextlib import nullcontext
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from stabletrain.buffers import buffers_of
+from stabletrain.machine.signals import StopRequest
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, GradNorms, LossTerms, StepChecks, TrainState
@@ -81,7 +83,9 @@ def test_there_is_nobody_to_differ_from(alone, model):
 
 
 def test_its_own_signal_stops_it(alone):
-    alone.request_stop("SIGINT")
+    signals = StopRequest()
+    signals.note(signal.SIGINT, None)
+    alone.request_stop(signals)
     alone.note_stop(True)
     assert alone.stopping("") == "", "what other ranks were asked does not count"
     assert alone.stopping("SIGTERM") == "SIGTERM"

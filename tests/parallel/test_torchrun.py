@@ -130,6 +130,18 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_is_continued(tmp_path, whole
 
 
 @pytest.mark.slow
+def test_a_rank_whose_device_waits_for_a_killed_one_ends_with_the_same_message(tmp_path):
+    done = finish(start(2, "-m", "tests.parallel.stuck", *RUN, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path))
+    assert done.returncode == 1
+    assert FORCED not in done.stderr, "the other rank has ended by itself"
+    assert "[rank 0] stabletrain: rank 1 of 2 (process " in done.stderr
+    assert done.stderr.count("continue  torchrun ") == 1
+    found = record(tmp_path / "run")
+    assert found["status"] == "failed"
+    assert "has ended without an error message: it was killed" in found["reason"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "killed"), [("ddp", 0), ("fsdp", 1)])
 def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole, kind, killed):
     process = launched(tmp_path, f"parallel={kind}", "faults=kill", "faults.at=[50]", f"faults.rank={killed}")

@@ -53,6 +53,7 @@ def test_every_reader_takes_a_damaged_record(tmp_path, text, capsys):
     recorded_settings(folder, 5)
     steps_of_changes(folder)
     check_unfinished(folder, 10, {"seed": [1, 2]})
+    check_unfinished(folder, -1, {"seed": [1, 2]})  # the steps of a record without any: steps=-2 is no advice
     is_running(folder)
     choices_in(folder)
     arguments_of(folder)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import datetime, timezone
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,6 +148,7 @@ def test_lines_of_several_threads_do_not_mix(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
+from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import Metrics
 metrics = Metrics(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))
@@ -166,6 +168,15 @@ def test_a_full_disk_costs_lines_and_one_warning_and_tears_nothing(tmp_path):
     assert steps[-1] == 10
     assert steps[:-1] == list(range(len(steps) - 1))
     assert len(steps) < 10
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_neither_read_nor_written(tmp_path, make):
+    """A pipe would block for ever."""
+    make(tmp_path / "metrics.jsonl")
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+    with pytest.raises(ConfigError, match="metrics cannot be written"):
+        Metrics(tmp_path)
 
 
 def test_the_reader_leaves_out_what_is_no_object(tmp_path):

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,24 @@ def test_a_folder_with_a_run_is_not_written_over(tmp_path):
         "another hydra.run.dir"
     )
     assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_a_lock_file_that_is_deleted_lets_no_second_run_in(tmp_path):
+    first = RunFolder(tmp_path)
+    first.start(resuming=False, **WHAT)
+    (tmp_path / ".lock").unlink()
+    with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()}"):
+        RunFolder(tmp_path).start(resuming=True, **WHAT)
+    first.finish("finished", None, {})
+    assert RunFolder(tmp_path).start(resuming=True, **WHAT) == first.id
+
+
+def test_a_path_that_no_record_could_name_is_refused_before_the_run(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    with pytest.raises(ConfigError, match=r"hydra.run.dir=.*\\udcff is no valid UTF-8") as caught:
+        RunFolder(Path(folder)).start(resuming=False, **WHAT)
+    str(caught.value).encode()
+    assert not os.listdir(tmp_path)
 
 
 def test_metrics_without_a_readable_run_json_are_a_run_too(tmp_path):

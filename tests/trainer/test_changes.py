@@ -12,6 +12,7 @@ from benchmarks.reliability.ends import everything, metrics
 from stabletrain.checkpoint.folder import find
 from stabletrain.config.resuming import recorded_settings
 from stabletrain.errors import ConfigError
+from stabletrain.machine import hardware
 from stabletrain.stability.qknorm import HeadLayerNorm, HeadRMSNorm
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
@@ -101,6 +102,29 @@ def test_an_unchanged_resume_and_another_device_are_no_change(run):
     begun(run, *QUICK, "report=true", "resume=auto")
     assert event(run) is None
     assert "changes" not in json.loads((run / "run.json").read_text())
+
+
+@pytest.mark.parametrize(("first", "kept"), [("avx512_bf16", "bf16"), ("avx2", "fp32")])
+def test_auto_keeps_its_precision_on_a_machine_where_it_would_choose_another(
+    tmp_path, monkeypatch, capsys, first, kept
+):
+    machine = lambda flag: monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset([flag]))  # noqa: E731
+    auto, other = [*QUICK, "precision=auto", "steps=6"], {"avx512_bf16": "avx2", "avx2": "avx512_bf16"}[first]
+    machine(first)
+    begun(tmp_path / "whole", *auto)
+    begun(tmp_path / "run", *auto, crash_at=5)
+    machine(other)
+    capsys.readouterr()
+    assert begun(tmp_path / "run", *auto, "resume=auto").tools.precision.name == kept
+    assert "auto: kept from the start of the run" in capsys.readouterr().out
+    assert event(tmp_path / "run") is None
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["hardware"]["precision"] == kept
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+def test_auto_typed_for_a_run_of_another_option_chooses_by_itself(run, monkeypatch):
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset(["avx512_bf16"]))
+    assert begun(run, *QUICK, "precision=auto", "resume=auto").tools.precision.name == "bf16"
 
 
 @pytest.mark.slow

@@ -35,8 +35,8 @@ class NotOnMeta(torch.nn.Linear):
         float(self.weight.sum())
 
 
-def refusal(*typed, limit=10**9, device="cpu", ranks=1, **choices):
-    """Returns the message for a configuration on a machine with `limit` bytes; empty if it is accepted."""
+def said(*typed, limit=10**9, device="cpu", ranks=1, **choices):
+    """Returns what a user is told of a configuration on a machine with `limit` bytes; empty if nothing."""
     process = SimpleNamespace(
         ranks=Ranks(world_size=ranks, local_world_size=ranks),
         device=torch.device(device),
@@ -47,10 +47,9 @@ def refusal(*typed, limit=10**9, device="cpu", ranks=1, **choices):
         patch.setattr(memory, "host_memory", lambda: limit)
         patch.setattr(memory, "device_memory", lambda device: limit)
         try:
-            check_memory(cfg, process, Data(), SIZES)
+            return check_memory(cfg, process, Data(), SIZES)
         except ConfigError as error:
             return str(error)
-    return ""
 
 
 def test_deep_models_are_extrapolated_exactly():
@@ -77,24 +76,37 @@ def test_the_bound_has_weights_gradients_moments_and_the_batch():
         weights = weights_of(cfg, SIZES)
     assert weights is not None
     need = int(4 * weights.all + 4 * 256)  # weights, gradients, two moments; 4 samples
-    assert refusal(limit=need) == ""
-    assert refusal(limit=need - 1)
-    assert refusal("optimizer=sgd", limit=int(3 * weights.all + 4 * 256)) == ""
-    assert refusal(limit=need, ranks=2, precision="fp32"), "two processes on one machine need twice as much"
-    assert refusal(limit=need // 2 + 1024, precision="bf16_params") == ""
-    assert refusal(limit=need - 1, device="cuda"), "a card holds it all"
+    assert said(limit=need) == ""
+    assert said(limit=need - 1)
+    assert said("optimizer=sgd", limit=int(3 * weights.all + 4 * 256)) == ""
+    assert said(limit=need, ranks=2, precision="fp32"), "two processes on one machine need twice as much"
+    assert said(limit=need // 2 + 1024, precision="bf16_params") == ""
+    assert said(limit=need - 1, device="cuda"), "a card holds it all"
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (["model.n_layer=5000"], "building model=gpt_nano with model.n_layer=5000: weights 0.0621 GB"),
+        (["model.n_embd=16384"], "building model=gpt_nano with model.n_layer=2: weights 25.8 GB, in training 103 GB"),
+        ([], ""),
+    ],
+)
+def test_what_takes_long_to_build_is_said_before(typed, line):
+    found = said(*typed, limit=10**12)
+    assert found.startswith(line) if line else found == ""
 
 
 def test_the_message_names_the_key_and_both_numbers():
-    deep = refusal("model.n_layer=100000", "model.n_embd=128")
+    deep = said("model.n_layer=100000", "model.n_embd=128")
     assert deep == (
         "model=gpt_nano with model.n_layer=100000 cannot be trained: weights, gradients and moments need 315 GB or "
         "more and one batch less than 0.01 GB, but this process may use 1 GB of memory: choose a smaller model, or "
         "fewer layers"
     )
-    assert refusal("batch_size=100000000").startswith("batch_size=100000000 cannot be trained: ")
-    assert "need more than 9 billion GB or more" in refusal("model.n_embd=2147483648")
-    assert "cuda has 1 GB" in refusal("model.n_layer=100000", "model.n_embd=128", device="cuda")
+    assert said("batch_size=100000000").startswith("batch_size=100000000 cannot be trained: ")
+    assert "need more than 9 billion GB or more" in said("model.n_embd=2147483648")
+    assert "cuda has 1 GB" in said("model.n_layer=100000", "model.n_embd=128", device="cuda")
 
 
 def test_a_model_that_cannot_be_built_on_the_meta_device_is_let_through():

@@ -1,6 +1,7 @@
 """The first stages of building a run: seeds of the ranks, data that can be used, batches that divide, the model."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -103,7 +104,7 @@ def test_the_main_process_draws_the_same_numbers_as_a_single_process():
 
 def test_a_process_has_the_objects_of_its_groups():
     with composed(*TINY_GPT, "precision=bf16") as cfg:
-        started = start_process(cfg)
+        started = start_process(cfg, Path("nowhere"))
     assert (started.ranks, started.device) == (Ranks(), CPU)
     assert started.precision.name == "bf16"
     assert started.switches["use_deterministic_algorithms"] is False
@@ -139,7 +140,7 @@ def four_cards(monkeypatch):
 def test_a_rank_sets_up_determinism_before_it_starts_cuda_on_its_own_card(four_cards, device, determinism):
     join_process_group(current_ranks())  # `train.py` joins before it knows the configuration
     with composed(*TINY_GPT, "precision=fp32", f"device={device}", f"determinism={determinism}") as cfg:
-        started = start_process(cfg)
+        started = start_process(cfg, Path("nowhere"))
     assert started.device == torch.device("cuda", 3)
     assert four_cards == [started.device]
     assert started.switches["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -151,7 +152,7 @@ def test_strict_refuses_a_workspace_of_the_users_that_is_not_deterministic(four_
     join_process_group(current_ranks())
     overrides = [*TINY_GPT, "precision=fp32", "device=cuda", "determinism=strict"]
     with composed(*overrides) as cfg, pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0"):
-        start_process(cfg)
+        start_process(cfg, Path("nowhere"))
     assert not four_cards, "CUDA has not started"
 
 
@@ -269,7 +270,7 @@ def test_a_batch_of_another_type_is_refused_when_it_is_read():
 def test_the_model_follows_from_the_seed_and_its_parts_are_in_place():
     made = []
     with composed(*TINY_GPT, "model.n_layer=1", "precision=bf16", "precision.fp32_modules=[head]") as cfg:
-        here = start_process(cfg)
+        here = start_process(cfg, Path("nowhere"))
         for seed in (3, 3, 4):
             cfg.seed = seed
             torch.rand(5)  # what was drawn before makes no difference

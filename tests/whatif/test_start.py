@@ -15,6 +15,7 @@ from stabletrain.whatif.arms import WHILE, Arm, catalogue
 from stabletrain.whatif.base import read_base
 from stabletrain.whatif.edits import edited, slowed, span_of
 from stabletrain.whatif.heats import Leg, run_leg
+from stabletrain.whatif.opening import kept
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin, prepare, start_of
 from stabletrain.whatif.target import Target
 from stabletrain.whatif.trouble import Trouble, find_trouble
@@ -97,6 +98,44 @@ def test_a_repetition_that_comes_out_differently_is_refused(run, tmp_path):
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     with pytest.raises(ConfigError, match="the loss of step 70 came out differently"):
         prepare(read_base(run, 80), find_origin(EVERY, run, TROUBLE, None), tmp_path / "whatif")
+
+
+ON_A_CARD = {"device": "cuda:0", "name": "NVIDIA A100"}
+
+
+def on_a_card(run, change, **choices):
+    """Records that a run computed on a card, and what its losses were after step 60."""
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "hardware": {**record["hardware"], **ON_A_CARD}}))
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["step"] > 60 and "train/loss" in line:
+            line["train/loss"] = change(line["train/loss"])
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    base = read_base(run, 80)
+    base.settings.choices.update(choices)
+    return base
+
+
+def test_a_repetition_of_a_run_on_a_card_may_round_differently(run, tmp_path):
+    origin = find_origin(EVERY, run, TROUBLE, None)
+    base = on_a_card(run, lambda loss: loss * (1 + 1e-5))
+    assert kept(origin, base.repeats_exactly).endswith("without determinism=strict it will be alike, not the same bits")
+    assert prepare(base, origin, tmp_path / "whatif").step == 80
+    strict = on_a_card(run, lambda loss: loss, determinism="strict")
+    assert kept(origin, strict.repeats_exactly) == "which was not kept: computed again from step-00000060"
+    with pytest.raises(ConfigError, match="came out differently"):
+        prepare(strict, origin, tmp_path / "strict")
+
+
+@pytest.mark.parametrize("change", [lambda loss: loss + 0.5, lambda loss: 4.0 - loss], ids=["higher", "other"])
+def test_a_repetition_of_a_run_on_a_card_whose_losses_are_others_is_refused(run, tmp_path, change):
+    base = on_a_card(run, change)
+    with pytest.raises(
+        ConfigError, match=r"losses of steps \d+ to 80 came out .* so the state is another one: .*--from"
+    ):
+        prepare(base, find_origin(EVERY, run, TROUBLE, None), tmp_path / "whatif")
 
 
 def test_steps_with_other_settings_cannot_be_repeated(run):

@@ -5,7 +5,6 @@ the retained states. A resumed run retains the same states, and recomputes those
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 
 class NoRetainedStates:
@@ -94,13 +93,12 @@ class RetainedStates(NoRetainedStates):
         """Step of the newest healthy state, which a rollback restores; None if there is none."""
         return self.known[-1] if self.known else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[int]]:
         """Step numbers, for the checkpoint; part of the guard's state."""
-        pinned = -1 if self.pinned is None else self.pinned
+        pinned = [] if self.pinned is None else [self.pinned]
         return {"waiting": list(self.waiting), "known": list(self.known), "pinned": pinned}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the step numbers. A checkpoint of another kind of guard has none."""
         self.waiting, self.known = list(state.get("waiting", [])), list(state.get("known", []))
-        pinned = state.get("pinned", -1)
-        self.pinned = None if pinned < 0 else pinned
+        self.pinned = next(iter(state.get("pinned", [])), None)

@@ -40,7 +40,17 @@ SLOWER = ("optimizer.lr=", "warmup.steps=")
 LAST_PATIENCE = 2
 """Value of `trouble` that triggers a rollback at the last step. A single skip leaves the weights as they were."""
 
-CUMULATIVE = ("skips", "rollbacks", "in_vain", "restored_in_vain", "beyond", "lowered", "rolled_back_for", *ONLY_UP)
+CUMULATIVE = (
+    "skips",
+    "rollbacks",
+    "in_vain",
+    "restored_in_vain",
+    "beyond",
+    "lowered",
+    "rolled_back_for",
+    "risen_since",
+    *ONLY_UP,
+)
 """Attributes that a rollback does not restore."""
 
 
@@ -66,6 +76,7 @@ class RollbackGuard(SkipGuard):
             `max_rollbacks`.
         beyond: a healthy state taken after this step is progress.
         rolled_back_for: identifies the mistake that the last rollback without progress was for; 0 if it is unknown.
+        risen_since: first step after the best validation loss, at the last rollback for a rise of that loss; 0: none.
         lowered: start step, stop step (exclusive) and factor of the lowered learning rate.
         rollback_before: step that the next rollback has to go back before; None: to the newest healthy state.
     """
@@ -84,6 +95,7 @@ class RollbackGuard(SkipGuard):
     beyond: int = 0
     lowered: tuple[int, int, float] = (0, 0, 1.0)
     rolled_back_for: int = 0
+    risen_since: int = 0
     states: RetainedStates = field(init=False, repr=False)
     rollback_before: int | None = field(init=False, repr=False, default=None)
 
@@ -133,20 +145,26 @@ class RollbackGuard(SkipGuard):
         """Returns ROLLBACK if a slow spike was found after which the guard rolls back, and sets to before which step.
 
         If `max_rollbacks` rollbacks did not help, the alarm is all there is: the loss is finite, and the run goes on.
-        With `escalate=whatif` other fixes are tried then.
+        So it is if the validation loss has still not reached what it was before the last rollback for its rise: an
+        overfitting model would go back again and again. With `escalate=whatif` other fixes are tried then.
         """
         if self.slow != "rollback" or not self._alarms:
             return Verdict.APPLY
-        exhausted = self.in_vain >= self.max_rollbacks
-        if exhausted and self.escalate != "whatif":
-            return Verdict.APPLY
         found = self._alarms[-1]
         since = found.since or 0
-        self.kind, self.reason = "slow", found.text.partition(". fix: ")[0]
+        exhausted = ""
+        if self.in_vain >= self.max_rollbacks:
+            exhausted = f", and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help"
+        elif found.kind == "slow_validation" and since == self.risen_since:
+            exhausted = ", and a rollback did not help"
+        if exhausted and self.escalate != "whatif":
+            return Verdict.APPLY
+        self.kind, self.reason = "slow", found.text.partition(". fix: ")[0] + exhausted
         if exhausted:
-            self.reason += f", and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help"
             self.since = since
             return Verdict.HALT
+        if found.kind == "slow_validation":
+            self.risen_since = since
         # The start of a change is an estimate: a state is safe if it would have become healthy before it.
         self.rollback_before = max(since - 1 - self.healthy_after, 0)
         return Verdict.ROLLBACK

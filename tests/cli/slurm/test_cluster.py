@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import signal
+import sys
 
 import pytest
 from safetensors import safe_open
 
 from stabletrain.comparison import frame
 from stabletrain.tracking.metrics import read_jsonl
+from tests.cli.slurm.stand_ins import stand_in
 from tests.runs import TINY_GPT, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
@@ -165,6 +167,35 @@ def test_a_sweep_is_an_array_in_the_folder_that_python_would_have_made(cluster, 
     compared = [frame(tmp_path / place)[SAME].to_dict("list") for place in ("here", "there")]
     assert compared[0] == compared[1]
     assert compared[0]["settings.optimizer.lr"] == [1e-3, 1e-2]
+
+
+OLD_CARD = """\
+[[ $1 != *train.py ]] || [[ $SLURMD_NODENAME != $(cat {bad} 2>/dev/null || tee {bad} <<<$SLURMD_NODENAME) ]] || {{
+  echo "stabletrain: the card of $SLURMD_NODENAME is too old" >&2
+  exit 4
+}}
+exec {python} "$@"
+"""
+"""Stands for Python on a cluster where one node, the first that is asked, has a card that no run can use."""
+
+
+@pytest.mark.parametrize("sweep", [[], ["--parallel-jobs", "1", "-m", "seed=0,1"]], ids=["one", "array"])
+def test_a_node_with_another_card_is_left_and_avoided(cluster, tmp_path, sweep):
+    bad, conf = tmp_path / "bad", tmp_path / "cluster.conf"
+    stand_in(tmp_path, "python", OLD_CARD.format(bad=bad, python=sys.executable))
+    conf.write_text((cluster.place / "cluster.conf").read_text().replace("[any]", f"python = {tmp_path}/python\n[any]"))
+    chosen = [*sweep, *TINY_GPT, "steps=2", "hydra.run.dir=run", "hydra.sweep.dir=run"]
+    job = cluster.launch("--cluster", str(conf), *chosen, cwd=tmp_path)
+    assert cluster.ended(job, 240) == "COMPLETED"
+    first = tmp_path / "run" / ("0" if sweep else "")
+    old = bad.read_text().strip()
+    assert f"the card of {old} cannot do what the run needs, as the message above says; it avoids {old} from" in log(
+        first
+    )
+    assert f"start 2 on {({'n1': 'n2', 'n2': 'n1'})[old]}" in log(first)
+    assert "start 3" not in log(first)
+    assert f"ExcNodeList={old} " in cluster.run("scontrol", "show", "job", "--oneliner", f"{job}_0" if sweep else job)
+    assert record(first)["status"] == "finished"
 
 
 def test_what_only_the_node_can_refuse_ends_the_job_with_code_2(cluster, tmp_path):

@@ -18,11 +18,11 @@ LIMIT = 200
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
 
 
-def job(place, body, requeues=3, notice=30, processes=1, srun=(), **environment):
+def job(place, body, requeues=3, notice=30, processes=1, srun=(), avoided="(null)", refuses=1, **environment):
     """Starts a job whose rank is `body`; its requests to Slurm go to the file `asked`, its output to `said`."""
     stand_in(place, "srun", f'while [[ $1 == -* ]]; do echo "$1" >> {place}/srun_got; shift; done; exec "$@"')
     stand_in(place, "rank", body)
-    stand_in(place, "scontrol", SCONTROL.format(asked=place / "asked"))
+    stand_in(place, "scontrol", SCONTROL.format(asked=place / "asked", avoided=avoided, refuses=refuses))
     stand_in(place, "scancel", f'echo scancel "$@" >> {place}/asked; exit 1')
     (place / "run" / "checkpoints" / "step-00000010").mkdir(parents=True, exist_ok=True)
     path = f"{place}:{os.environ['PATH']}"
@@ -42,7 +42,8 @@ case "$1 $2" in
   "show node")
     echo "NodeName=n2 Arch=x86_64 NodeAddr=10.1.0.2 NodeHostName=n2"
     echo "NodeName=n1 Arch=x86_64 NodeAddr=10.1.0.1 NodeHostName=n1" ;;
-  *) echo scontrol "$@" >> {asked}; exit 1 ;;
+  "show job") echo "JobId=9 ReqNodeList=(null) ExcNodeList={avoided} NodeList=n1" ;;
+  *) echo scontrol "$@" >> {asked}; exit {refuses} ;;
 esac
 """
 """Stands for scontrol: knows two nodes, and writes every other request down."""
@@ -104,6 +105,29 @@ def test_starts_without_a_step_are_counted_from_the_first_start_of_a_job(tmp_pat
     (tmp_path / "run" / "slurm.without_step").write_text("3\n")
     codes = [job(tmp_path, ENDED, requeues=100, SLURM_RESTART_COUNT=str(n)).wait(LIMIT) for n in range(4)]
     assert codes == [75, 75, 75, 143]
+
+
+WRONG_CARD = "echo 'stabletrain: device=auto: a V100 ...' >&2; exit 4"
+
+
+@pytest.mark.slow(unless=lambda avoided, wanted: avoided == "n[7-9]")
+@pytest.mark.parametrize(("avoided", "wanted"), [("(null)", "n1"), ("n[7-9]", "n[7-9],n1")])
+def test_a_node_whose_card_cannot_do_what_the_run_needs_is_avoided(tmp_path, avoided, wanted):
+    stand_in(tmp_path, "sleep", "exit 0")  # does not wait until Slurm ends the script
+    run = job(tmp_path, WRONG_CARD, avoided=avoided, refuses=0, SLURMD_NODENAME="n1")
+    assert run.wait(LIMIT) == 75
+    assert asked(tmp_path) == ["scontrol requeue 9", f"scontrol update JobId=9 ExcNodeList={wanted}"]
+    said = (tmp_path / "said").read_text().splitlines()[-1]
+    assert f"the card of n1 cannot do what the run needs, as the message above says; it avoids {wanted} from" in said
+    assert not (tmp_path / "run" / "slurm.unsuited").exists()
+
+
+def test_the_fourth_node_in_a_row_whose_card_cannot_do_it_ends_the_job(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "slurm.without_step").write_text("3\n")
+    assert job(tmp_path, WRONG_CARD, requeues=100, SLURM_RESTART_COUNT="7", SLURMD_NODENAME="n1").wait(LIMIT) == 4
+    assert asked(tmp_path) == []
+    assert "code 4; not queued again, 4 starts in a row ended before a step" in (tmp_path / "said").read_text()
 
 
 def test_a_task_of_an_array_queues_itself_again_and_not_the_array(tmp_path):
@@ -218,6 +242,17 @@ def test_the_addresses_of_the_nodes_are_slurms_in_slurms_order(tmp_path):
     assert addresses == "10.1.0.1,10.1.0.2"
     assert "--rdzv-endpoint=10.1.0.1:15009" in options
     assert "--nnodes=2" in options
+
+
+LIMIT_OF_TORCHRUN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+@pytest.mark.slow(unless=lambda notice, own, seconds: notice == 300)
+@pytest.mark.parametrize(
+    ("notice", "own", "seconds"), [(300, {}, "280"), (30, {}, "30"), (300, {LIMIT_OF_TORCHRUN: "7"}, "7")]
+)
+def test_torchrun_waits_for_a_save_as_long_as_the_notice_allows(tmp_path, notice, own, seconds):
+    assert given(tmp_path, f"echo ${LIMIT_OF_TORCHRUN}", notice=notice, **TWO_NODES, **own) == [seconds]
 
 
 @pytest.mark.parametrize(("written", "kept"), [("", False), ("0", True)], ids=["none", "some"])

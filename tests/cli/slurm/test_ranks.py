@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -107,6 +108,38 @@ def test_a_host_whose_port_is_taken_says_so_and_does_not_count_as_an_end_by_slur
     assert done.returncode == 1
     assert f"stabletrain: node 0 cannot host the rendezvous of the ranks at {endpoint} (" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "saved"), [("1", False), ("60", True)])
+def test_ranks_may_save_after_sigterm_for_as_long_as_the_variable_says(tmp_path, seconds, saved):
+    (tmp_path / "rank.py").write_text(SAVING)
+    words = [sys.executable, str(FILE), "--standalone", "--nproc-per-node=1", "rank.py"]
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": seconds}
+    torchrun = subprocess.Popen(words, cwd=tmp_path, env=environment)
+    end = time.monotonic() + LIMIT
+    while not (tmp_path / "up").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    torchrun.terminate()
+    assert torchrun.wait(LIMIT) == 143
+    assert (tmp_path / "saved").exists() == saved
+
+
+SAVING = """
+import signal, sys, time
+from pathlib import Path
+
+def save(*_):
+    time.sleep(8)
+    Path("saved").touch()
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+Path("up").touch()
+time.sleep(600)
+"""
+"""A rank that saves for 8 seconds when it is told to end."""
 
 
 RANK = """

@@ -62,7 +62,7 @@ def test_the_steps_survive_a_checkpoint_and_later_states_do_not_change_it(states
     assert other == states
     filled(states, 20)
     filled(other, 30)
-    assert stored == {"waiting": [10], "known": [0], "pinned": -1}
+    assert stored == {"waiting": [10], "known": [0], "pinned": []}
     other.load_state_dict({})
     assert other.steps == [], "a checkpoint of another guard stores no steps"
 

@@ -61,6 +61,16 @@ def test_states_are_known_as_healthy_after_clean_steps_and_only_the_newest_are_h
     assert (guard.states.known, guard.states.steps) == ([10, 20], [10, 20]), "snapshots=2"
 
 
+def test_a_pinned_state_is_the_only_target_until_the_run_has_been_healthy_beyond_it_for_a_window():
+    guard = calm(started(), 30)
+    guard.states.pin(30)
+    assert (guard.states.target, guard.states.steps) == (30, [30]), "older states belong to other settings"
+    calm(guard, 23, first_step=31)
+    assert (guard.states.pinned, guard.states.target) == (30, 40)
+    calm(guard, 1, first_step=54)  # the state of step 50 is healthy: window=20 steps with the new settings
+    assert (guard.states.pinned, guard.states.target) == (None, 50)
+
+
 def test_no_state_becomes_healthy_while_the_run_is_in_trouble():
     guard = calm(started(), 12)
     for step in (13, 14):

@@ -178,6 +178,30 @@ def test_validation_losses_roll_back_too():
     assert verdicts == [Verdict.APPLY] * 7 + [Verdict.ROLLBACK]
 
 
+@pytest.mark.parametrize(("escalate", "then"), [("halt", Verdict.APPLY), ("whatif", Verdict.HALT)])
+def test_a_rise_of_the_validation_loss_is_gone_back_for_once_until_there_is_a_better_one(escalate, then):
+    """An overfitting model would go back again and again."""
+    guard = RollbackGuard(slow="rollback", escalate=escalate)
+
+    def judged(step, losses):
+        return [guard.judge_validation(step + each, loss) for each, loss in enumerate(losses)][-1]
+
+    assert judged(0, [3.0, 2.5, 2.0, 1.8, 1.5]) is Verdict.APPLY
+    before = guard.state_dict()
+    assert judged(5, [2.5, 2.5, 2.5]) is Verdict.ROLLBACK
+    guard.begin_rollback(7, 4)
+    cumulative = guard.cumulative_state()
+    guard.load_state_dict(before)
+    guard.load_cumulative_state(cumulative)
+    guard.new_alarms()
+    assert judged(5, [2.5, 2.5, 2.5]) is then
+    assert guard.new_alarms()
+    if then is Verdict.HALT:
+        assert guard.reason.endswith("and a rollback did not help")
+    assert judged(8, [1.4, 1.3, 1.2]) is Verdict.APPLY
+    assert judged(11, [4.5, 4.5, 4.5]) is Verdict.ROLLBACK
+
+
 def test_off_measures_nothing_and_sees_nothing():
     for guard in (NoGuard(), SkipGuard(slow="off")):
         assert type(guard.lengths) is NoLengths

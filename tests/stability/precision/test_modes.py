@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, WrongCard
 from stabletrain.machine import hardware
 from stabletrain.stability import precision
 from stabletrain.stability.precision import LossScaled
@@ -56,6 +56,25 @@ def test_auto_chooses_bf16_on_ampere_and_fp16_on_volta_and_explains_why(card):
     volta = precision.auto(CUDA, **FP16)
     assert (volta.name, volta.why) == ("fp16", "auto: Tesla V100 (compute capability 7.0) has no bf16")
     assert isinstance(volta, LossScaled)
+
+
+def test_a_resumed_run_keeps_what_auto_has_chosen_for_it(card):
+    card("NVIDIA A100", (8, 0))
+    later = precision.auto(CUDA, **FP16, kept="fp16")
+    assert isinstance(later, LossScaled)
+    assert later.why == "auto: kept from the start of the run, whose numbers bf16 would change"
+    assert precision.auto(CUDA, **FP16, kept="bf16").why == precision.auto(CUDA, **FP16).why
+    card("Tesla V100", (7, 0))
+    assert precision.auto(CUDA, **FP16, kept="fp32").name == "fp32"
+    with pytest.raises(WrongCard, match="auto chose bf16 when this run began, and Tesla V100 .* has no bf16: resume"):
+        precision.auto(CUDA, **FP16, kept="bf16")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16_params", "tf32"])
+def test_another_card_may_have_what_this_one_has_not(card, kind):
+    card("Tesla V100", (7, 0))
+    with pytest.raises(WrongCard):
+        getattr(precision, kind)(CUDA)
 
 
 @pytest.mark.parametrize(("flags", "expected"), [({"avx512_bf16"}, "bf16"), ({"amx_bf16"}, "bf16"), ({"avx2"}, "fp32")])
