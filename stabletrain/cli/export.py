@@ -20,6 +20,7 @@ from stabletrain.models.resnet import TorchvisionResNet
 from stabletrain.printable import say
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.trusted import check_links
 from stabletrain.trainer.contract import checked
 from stabletrain.trainer.saved import build_model, config_of
 from stabletrain.weights.folder import check_place, new_folder
@@ -46,6 +47,8 @@ def export(run: Path, to: str, out: Path | None, *, best: bool, overwrite: bool)
     """
     check_run(run)
     checkpoint = find(run.absolute(), best=best)
+    if out is None:
+        check_links(checkpoint.path.parent.parent)
     folder = (out or checkpoint.path.parent.parent / "export" / f"{to}-{checkpoint.path.name}").absolute()
     check_place(folder, overwrite=overwrite)
     trained = trained_of(checkpoint)

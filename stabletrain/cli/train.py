@@ -82,7 +82,7 @@ from stabletrain.program import SCRIPT, conf_folder, program_name, started, torc
 from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import read_run_record
-from stabletrain.tracking.metrics import warn
+from stabletrain.tracking.metrics import replace, warn
 from stabletrain.tracking.progress import Progress
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ def traceback_text(error: Exception, file: Path) -> str:
     if own is None:
         return whole
     try:
-        file.write_text(printable(whole), encoding="utf-8")
+        replace(file, printable(whole))
     except OSError:
         return whole
     return own.replace("Traceback (most recent call last)", f"Traceback (your code; all of it in {file})")
@@ -424,7 +424,7 @@ def record_failure(folder: Path, error: Exception) -> None:
             record = {**read_run_record(folder)}
         if record.get("status") == "failed":
             record["exit_code"] = getattr(error, "exit_code", 1)
-            file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            replace(file, json.dumps(record, indent=2) + "\n")
 
 
 def refuse(message: str, ranks: Ranks) -> int:

@@ -93,7 +93,7 @@ def page_for(folders: Sequence[Path], html: Path | None) -> tuple[Path, str]:
     if not is_another_page(usual, folders):
         return usual, ""
     names = (usual.with_stem(f"{usual.stem}-{number}") for number in itertools.count(2))
-    free = next(name for name in names if not is_another_page(name, folders))
+    free = next(name for name in names if not os.path.lexists(name) or not is_another_page(name, folders))
     return free, f" ({usual} is not the page of these runs, so it was kept)"
 
 

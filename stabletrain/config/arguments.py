@@ -221,7 +221,8 @@ def is_of_another_option(override: str, then: Arguments, options: list[str]) -> 
 def in_folder(arguments: Arguments, key: str, folder: Path) -> Arguments:
     """Returns the arguments with the folder to continue in."""
     # null keeps Hydra from overwriting `.hydra/`, its record of the first start
-    kept = ["hydra.output_subdir=null"] if (folder / "run.json").exists() else []
+    began = (folder / "run.json").exists() or ((folder / "checkpoints").is_dir() and (folder / ".hydra").exists())
+    kept = ["hydra.output_subdir=null"] if began else []
     return with_overrides(arguments, f"{key}={quoted(folder)}", *kept)
 
 

@@ -331,6 +331,16 @@ def show(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
+def override_of(key: str, value: Any) -> str:
+    """Returns the override that sets a key; lists without blanks."""
+    return f"{key}={without_blanks(value)}"
+
+
+def without_blanks(value: Any) -> str:
+    """Formats a value as it is typed as one word."""
+    return f"[{','.join(map(without_blanks, value))}]" if isinstance(value, list) else show(value)
+
+
 def table() -> str:
     """Returns the table as Markdown, for `docs/resume.md`."""
     lines = ["| change | kind | what happens |", "|---|---|---|"]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ from stabletrain.config.moved import updated
 from stabletrain.program import conf_folder
 from stabletrain.stored.trusted import check_trusted, remember
 
-HARMLESS = frozenset(
-    {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra/launcher", "hydra/sweeper"}
-)
-"""Settings of Hydra that name folders of runs, or choose an installed launcher."""
+HARMLESS = frozenset({"hydra/launcher", "hydra/sweeper"})
+"""Settings of Hydra that choose an installed launcher or sweeper; the others run code, or name folders to write."""
 
 PLAIN = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
 """Interpolations that give the value of another key, or of an environment variable."""
@@ -63,10 +62,13 @@ def check_arguments(options: Sequence[str], overrides: Sequence[str], file: Path
 def foreign_target(tree: Any) -> str:
     """Returns the first `_target_` of a configuration that is neither in this package's `conf/` nor PyTorch's.
 
+    A text that still holds an interpolation counts too: it is resolved when it is built, perhaps to a `_target_`.
+
     Args:
         tree: plain values, resolved.
     """
-    return next((f"_target_={target}" for target in targets(updated(tree)) if not is_known(target)), "")
+    unknown = (f"_target_={target}" for target in targets(updated(tree)) if not is_known(target))
+    return next(chain(unknown, (text for text in texts(tree) if "${" in text)), "")
 
 
 def targets(tree: Any) -> Iterator[Any]:
@@ -79,6 +81,19 @@ def targets(tree: Any) -> Iterator[Any]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from targets(value)
+
+
+def texts(tree: Any) -> Iterator[str]:
+    """Yields every text of a configuration, however deep, keys included."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from texts(key)
+            yield from texts(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from texts(value)
 
 
 def is_known(target: Any) -> bool:
@@ -113,14 +128,16 @@ def is_of_torch(target: str) -> bool:
 
 def foreign_argument(options: Sequence[str], overrides: Sequence[str]) -> str:
     """Returns the first word of a recorded command that could run code which is not this package's; empty if none."""
-    for option in options:
-        if option.startswith(("--config", "-cd", "-cn", "-cp")):
-            return option
+    if options:  # such as a folder of configurations, or a pickled one
+        return " ".join(options)
     return next((override for override in overrides if is_foreign(override)), "")
 
 
 def is_foreign(override: str) -> bool:
-    """Returns whether an override sets a target that is not known, or a setting of Hydra that could name one."""
+    """Returns whether an override sets a target that is not known, or a setting of Hydra that could name one.
+
+    An option of a group that is a path counts too: Hydra would read a file outside the folder of the group.
+    """
     if "${" in PLAIN.sub("", override):  # such as oc.decode, which makes a dict of a text
         return True
     try:
@@ -129,7 +146,9 @@ def is_foreign(override: str) -> bool:
         return True
     key = parsed.key_or_group
     if key.startswith(("hydra.", "hydra/")) or key == "hydra":
-        return key not in HARMLESS
+        return key not in HARMLESS or "/" in override.partition("=")[2]
+    if ("/" in key or (conf_folder() / key).is_dir()) and "/" in override.partition("=")[2]:
+        return True
     if parsed.is_sweep_override():
         return "_target_" in override
     value = parsed.value()

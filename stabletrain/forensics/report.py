@@ -1,7 +1,9 @@
 """Writes report.md, the page of an incident: what happened, how to fix it, and then the evidence."""
 
+import html
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from stabletrain.forensics.diagnosis.evidence import Evidence
 from stabletrain.forensics.diagnosis.sentences import numbers
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.trace.origin import Link, Origin
+from stabletrain.printable import one_line
 from stabletrain.records import RankPart
 from stabletrain.tracking.metrics import plain
 
@@ -33,17 +36,36 @@ SLOW = "precision.growth_interval="
 """An override of these groups whose effect takes many steps to show."""
 
 
+def words(text: str) -> str:
+    """Escapes text for Markdown, in one line: a file's name or a module's may hold HTML, links or a heading.
+
+    Code between single backticks stays as it is.
+    """
+    pieces = re.split(r"((?<!`)`[^`]+`(?!`))", one_line(text))
+    return "".join(piece if number % 2 else escaped(piece) for number, piece in enumerate(pieces))
+
+
+def escaped(text: str) -> str:
+    """Escapes text without code: HTML, and what makes links and code."""
+    return re.sub(r"[\\`|]|\](?=[(\[:]|$)", r"\\\g<0>", html.escape(text, quote=False))
+
+
+def code(text: str) -> str:
+    """Returns text as code, in one line."""
+    return f"`{re.sub('[`|]', ' ', one_line(text))}`"
+
+
 def report(record: Mapping[str, Any], found: Findings, folder: Path | None = None) -> str:
     """Returns the page in Markdown. `record` is from `as_json`; `folder` is used in the commands on the page."""
     evidence = found.evidence
-    reading, name = evidence.reading, "<this folder>" if folder is None else shlex.quote(str(folder))
+    reading, name = evidence.reading, "<this folder>" if folder is None else one_line(shlex.quote(str(folder)))
     cause = record["cause"]
     samples, lines = record["samples"], record["evidence"]
     return "\n".join(
         [
             f"# Step {record['step']}: {CAUSES[cause].title}",
             "",
-            f"**{sentence(record['verdict'])}**",
+            f"**{words(sentence(record['verdict']))}**",
             "",
             f"`{cause}`, {record['confidence']:.0%} sure. The step measured {numbers(reading.loss, reading.grad_norm)}"
             f"{'' if evidence.part is None else ' over all ranks'}. {what_became(evidence)}",
@@ -52,10 +74,10 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
             *section("Where it began", where(evidence.origin)),
             *section("Gradients lost to underflow", lost(evidence)),
             *section("Magnitudes leading up to it", chain(evidence.origin)),
-            *section("Samples", [f"- {json.dumps(plain(sample))}" for sample in samples]),
+            *section("Samples", [f"- {words(json.dumps(plain(sample)))}" for sample in samples]),
             *section("Replays of the step", runs(evidence)),
-            *section("More evidence", [f"- {line}" for line in lines]),
-            *section("What could not be checked", [f"- {line}" for line in found.failures]),
+            *section("More evidence", [f"- {words(line)}" for line in lines]),
+            *section("What could not be checked", [f"- {words(line)}" for line in found.failures]),
             *section("Replay it yourself", again(record, name)),
             "",
         ]
@@ -91,14 +113,14 @@ def sentence(words: str) -> str:
 
 def numbered(fixes: Sequence[str]) -> list[str]:
     """The fixes as a numbered list, best first."""
-    return [f"{number}. {f'`{fix}`' if is_override(fix) else fix}" for number, fix in enumerate(fixes, 1)]
+    return [f"{number}. {code(fix) if is_override(fix) else words(fix)}" for number, fix in enumerate(fixes, 1)]
 
 
 def contributing(also: Sequence[Mapping[str, Any]]) -> list[str]:
     """The contributing causes, each with its fixes, best first."""
     lines = []
     for one in also:
-        lines.append(f"- `{one['cause']}`, {one['confidence']:.0%} sure: {one['verdict']}.")
+        lines.append(f"- `{one['cause']}`, {one['confidence']:.0%} sure: {words(one['verdict'])}.")
         lines += [f"   {fix}" for fix in numbered(one["fix"])]
     return lines
 
@@ -112,13 +134,16 @@ def trying(fixes: Sequence[str], name: str) -> list[str]:
     """The command that tries the best fix whose effect one step can show."""
     able = [fix for fix in fixes if is_override(fix) and fix.partition("=")[0].partition(".")[0] in TRIED]
     able = [fix for fix in able if not fix.startswith(SLOW)]
-    return ["", "To try it on this step:", "", f"    stabletrain replay {name} '{able[0]}'"] if able else []
+    if not able:
+        return []
+    typed = one_line(able[0].replace("'", "'\"'\"'"))
+    return ["", "To try it on this step:", "", f"    stabletrain replay {name} '{typed}'"]
 
 
 def again(record: Mapping[str, Any], name: str) -> list[str]:
     """The command that replays the step, or why there is none."""
     reason = record.get("not_replayable")
-    return [f"Not possible: {reason}."] if reason else [f"    stabletrain replay {name}"]
+    return [f"Not possible: {words(reason)}."] if reason else [f"    stabletrain replay {name}"]
 
 
 def where(origin: Origin | None) -> list[str]:
@@ -126,11 +151,11 @@ def where(origin: Origin | None) -> list[str]:
     if origin is None:
         return []
     lines = [
-        f"`{origin.op}` in {f'`{origin.module}`' if origin.module else 'the model'}, {origin.direction}, "
-        f"{origin.dtype}, at `{origin.source or 'an unknown line'}`"
-        f"{f', called from `{origin.called_from}`' if origin.called_from else ''}:",
+        f"{code(origin.op)} in {code(origin.module) if origin.module else 'the model'}, {origin.direction}, "
+        f"{origin.dtype}, at {code(origin.source or 'an unknown line')}"
+        f"{f', called from {code(origin.called_from)}' if origin.called_from else ''}:",
         "",
-        f"> {origin.reason}",
+        f"> {words(origin.reason)}",
         "",
         "| | dtype | shape | largest | |",
         "|---|---|---|---|---|",
@@ -151,7 +176,7 @@ def lost(evidence: Evidence) -> list[str]:
     eight = evidence.setting.choices.get("precision") == "fp8"
     lines = [f"| | elements | 0 {'in fp8' if eight else f'at loss scale {small.loss_scale:g}'} | 0 in fp32 |"]
     lines.append("|---|---|---|---|")
-    lines += [f"| `{one.name}` | {one.numel} | {one.zeros:.1%} | {one.in_fp32:.1%} |" for one in small.worst]
+    lines += [f"| {code(one.name)} | {one.numel} | {one.zeros:.1%} | {one.in_fp32:.1%} |" for one in small.worst]
     return [*lines, f"| the whole model | | {small.zeros:.1%} | {small.in_fp32:.1%} |"]
 
 
@@ -165,7 +190,7 @@ def runs(evidence: Evidence) -> list[str]:
     for name, outcome in evidence.outcomes.items():
         title = RUNS.get(name, name)
         if outcome.not_run or outcome.loss is None or outcome.grad_norm is None:
-            lines.append(f"| {title} | | | | not run: {outcome.not_run} |")
+            lines.append(f"| {title} | | | | not run: {words(outcome.not_run)} |")
             continue
         differs = "not bitwise equal to the step" if evidence.part is None else "differs from the step"
         bits = {True: "bitwise equal to the step", False: differs, None: ""}
@@ -211,5 +236,6 @@ def picture(links: Sequence[Link]) -> list[str]:
             bar = "" if link.absmax == 0 else "!" * BAR
         else:
             bar = "#" * max(1, round(BAR * (size - low) / (high - low)))
-        lines.append(f"{link.module:<{wide}}  {link.direction:<8}  {link.absmax:>8.3g}  {bar}".rstrip())
+        module = one_line(link.module).replace("`", " ")
+        lines.append(f"{module:<{wide}}  {link.direction:<8}  {link.absmax:>8.3g}  {bar}".rstrip())
     return lines

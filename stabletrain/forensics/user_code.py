@@ -20,6 +20,7 @@ from torch import nn
 
 from stabletrain.errors import is_own
 from stabletrain.protocols import Tools
+from stabletrain.stored.files import read_file
 
 
 def hashes(model: nn.Module, tools: Tools, since: float) -> dict[str, dict[str, str | None]]:
@@ -44,7 +45,7 @@ def compare(
 def hash_of(file: str, since: float = math.inf) -> str | None:
     """The SHA-256 of a file; None if it was written after `since` or cannot be read."""
     try:
-        return None if os.stat(file).st_mtime > since else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        return None if os.stat(file).st_mtime > since else hashlib.sha256(read_file(Path(file))).hexdigest()
     except OSError:
         return None
 

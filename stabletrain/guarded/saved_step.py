@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ from stabletrain.guarded.rerun import Begun, Generators, Rerun
 from stabletrain.guarded.scaling import scaling
 from stabletrain.records import Reading
 from stabletrain.stored import trusted
-from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.json_files import DamagedFile, check_type
+from stabletrain.stored.run_json import RUN
 
 
 def why_not_replayable(rerun: Rerun, *, sharded: bool, keep_state: bool) -> str:
@@ -136,6 +137,17 @@ def closure_record(closure: Callable[..., Any], model: nn.Module) -> dict[str, A
     }
 
 
+class ClosureRecord(TypedDict):
+    """How another process imports a closure and finds its model; see `closure_record`."""
+
+    module: str
+    name: str
+    model: str
+    path: str
+    file: str
+    sha256: str | None
+
+
 @dataclass(frozen=True)
 class Replayed:
     """A step that was replayed from its folder.
@@ -165,6 +177,7 @@ def replay_step(folder: Path) -> Replayed:
     try:
         reading = files.reading_of(unflatten(scene["reading"], {}))
         batches, _ = kept["batches"], generators_of(kept["generators"], torch.device(scene["device"]))
+        check_type(scene["closures"], list[ClosureRecord], "closures")
         if not len(scene["closures"]) == len(batches) > 0:
             raise ValueError(f"{len(batches)} batches of {len(scene['closures'])} closures")
         _ = [scene[key] for key in ("loss_scale", "precision", "comparable")]
@@ -200,14 +213,15 @@ def imported(record: Mapping[str, Any], folder: Path) -> tuple[Callable[..., Any
     Raises:
         ConfigError: they are not there any more, or lie inside the run's own folder, where no code belongs.
     """
+    first = record["module"].partition(".")[0]
+    # the path itself too: it stays on `sys.path`, and would be searched for every later import
+    spec = importlib.machinery.PathFinder.find_spec(first, [record["path"], *sys.path])  # imports nothing
+    places = [record["path"], *([] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())])]
+    for place in places:
+        if place is not None and Path(place).resolve().is_relative_to(folder_of_run(folder)):
+            raise ConfigError(f"{folder} holds the module '{first}' itself ({place}): no code is run from an incident")
     if record["path"] not in sys.path:
         sys.path.insert(0, record["path"])
-    first = record["module"].partition(".")[0]
-    spec = importlib.machinery.PathFinder.find_spec(first)  # imports nothing
-    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    for place in places:
-        if place is not None and Path(place).resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f"{folder} holds the module '{first}' itself ({place}): no code is run from an incident")
     try:
         module = importlib.import_module(record["module"])
         return getattr(module, record["name"]), getattr(module, record["model"])
@@ -216,6 +230,12 @@ def imported(record: Mapping[str, Any], folder: Path) -> tuple[Callable[..., Any
             f"{folder}: '{record['name']}' and the model '{record['model']}' of the module '{record['module']}' cannot "
             f"be imported ({error}): set PYTHONPATH to the folder of {Path(record['file']).name}"
         ) from error
+
+
+def folder_of_run(incident: Path) -> Path:
+    """Returns the run folder around an incident; the incident's own folder if it lies in none."""
+    here = incident.resolve()
+    return next((place for place in here.parents if (place / RUN).exists()), here)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

@@ -6,9 +6,10 @@ Each trusted record is an empty file in the user's state directory, named by the
 import hashlib
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,39 @@ def check_trusted(record: Any, named: str, file: Path) -> None:
             f"{file} names {named}, which is not part of stabletrain and could run any code, and no run of yours has "
             f"recorded it; fix: if you know where the folder comes from, add {OPTION}, which is remembered"
         )
+
+
+PARTS = ("checkpoints", "incidents", "whatif", "export", "wandb", ".hydra")
+"""Folders in a run folder into which commands write."""
+
+
+def links_out(run: Path) -> Iterator[tuple[Path, Path]]:
+    """Yields each link in the parts of a run folder that leads out of it, and where it leads."""
+    here = run.resolve()
+    for part in PARTS:
+        below = ((Path(place) / name for name in (*folders, *files)) for place, folders, files in os.walk(run / part))
+        for path in (run / part, *(chain.from_iterable(below) if not (run / part).is_symlink() else ())):
+            if path.is_symlink() and not (target := Path(os.path.realpath(path))).is_relative_to(here):
+                yield path, target
+
+
+def remember_links(run: Path) -> None:
+    """Trusts the links that this user has made in a run folder before the run began, such as one to a larger disk."""
+    for _, target in links_out(run):
+        remember(["link", str(target)])
+
+
+def check_links(run: Path) -> None:
+    """Checks that nothing is written out of a run folder through a link in it.
+
+    Raises:
+        ConfigError: a link leads out of the folder, and the user has neither made it before the run nor trusts it.
+    """
+    for path, target in links_out(run):
+        link = ["link", str(target)]
+        if not is_remembered(link) and not _ACCEPTS.get():
+            raise ConfigError(
+                f"{path} is a link to {target}, where files would be written and deleted; fix: delete the link, or add "
+                f"{OPTION} if you have made it, which is remembered"
+            )
+        remember(link)

@@ -161,8 +161,10 @@ class Lines:
     def _open(self) -> None:
         """Opens the file, replaces the open descriptor, and removes an incomplete last line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        opened = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
-        if not stat.S_ISREG(os.fstat(opened).st_mode):  # a pipe would block
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        # A pipe would block, and a link may lead anywhere.
+        opened = os.open(self.path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
             os.close(opened)
             raise OSError(errno.EINVAL, "not a file", str(self.path))
         size = os.fstat(opened).st_size
@@ -217,7 +219,8 @@ def replace(path: Path, text: str) -> None:
     """Replaces the content of a file atomically and durably. If that fails, the file is unchanged."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", encoding="utf-8") as file:  # never through a link, which may lead anywhere
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

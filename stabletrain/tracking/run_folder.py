@@ -20,6 +20,7 @@ from stabletrain.printable import printable
 from stabletrain.program import started
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import RUN, read_run_record
+from stabletrain.stored.trusted import check_links, remember_links
 from stabletrain.tracking.metrics import now, numbers, plain, replace, warn
 
 STATUSES = ("running", "finished", "halted", "preempted", "failed")
@@ -150,6 +151,7 @@ class RunFolder(NoRunFolder):
         earlier = self._claim_for(resuming)
         try:
             check_same_data(earlier.get("data", {}), data, self.path)
+            check_links(self.path) if earlier.get("id") else remember_links(self.path)
         except ConfigError:
             self._release()
             raise
@@ -287,7 +289,7 @@ class RunFolder(NoRunFolder):
         Locks the folder itself too: the file may be deleted while the run lives. NFS locks only files.
         """
         self._locks = [
-            os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644),
+            os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644),
             os.open(self.path, os.O_RDONLY),
         ]
         for lock in self._locks:

@@ -17,12 +17,14 @@ from torch import Tensor
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.refit import fresh_optimizer, missing, refit
 from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
+from stabletrain.config import trust
 from stabletrain.config.make import plain
 from stabletrain.config.resuming import (
     NEW_STATE,
     Settings,
     acting,
     changed_keys,
+    override_of,
     recorded_settings,
     row_of,
     settings,
@@ -253,6 +255,8 @@ class Resumption(NoResumption):
         (checkpoint, tree, changed), self._pending = self._pending, None
         if self._is_measured(changed.keys):
             changed.loss, changed.about = self._on_main(lambda: self._measure(checkpoint, tree, changed.keys))
+        for key, (_, now) in changed.keys.items():
+            trust.remember_arguments([], [override_of(key, now)])
         run_folder.change(step, changed.keys, on_top=on_top)
         loss = {} if changed.loss is None else dict(zip(("loss_before", "loss_after"), changed.loss, strict=True))
         tracker.event("changed", step, keys=changed.keys, new=changed.new, dropped=changed.dropped, **loss)

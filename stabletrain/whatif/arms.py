@@ -28,6 +28,9 @@ from stabletrain.errors import ConfigError, did_you_mean
 
 NOTHING, SKIP, MOMENTS, BRIEF, MEAN = "nothing", "skip", "moments", "brief", "mean"
 
+RECORDED = "diagnosis or forecast"
+"""Who named an arm that stands in the run's record."""
+
 MOST_FIXES = 5
 """Number of named fixes that become arms: the best ones."""
 
@@ -224,7 +227,7 @@ def with_fixes(arms: Sequence[Arm], fixes: Sequence[str]) -> list[Arm]:
         words = tuple(fix.split())
         known = next((arm for arm in left if arm.overrides == words), Arm(",".join(words), words))
         left = [arm for arm in left if arm is not known]
-        named.append(replace(known, named="diagnosis or forecast"))
+        named.append(replace(known, named=RECORDED))
     return [*left[:1], *named, *left[1:]]
 
 

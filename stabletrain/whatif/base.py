@@ -15,7 +15,7 @@ from stabletrain.config.arguments import (
     quoted,
     with_overrides,
 )
-from stabletrain.config.resuming import WITHOUT_TRACE, Settings, recorded_settings, show
+from stabletrain.config.resuming import WITHOUT_TRACE, Settings, override_of, recorded_settings
 from stabletrain.errors import ConfigError
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import RunRecord, read_run_record
@@ -119,7 +119,9 @@ def read_base(run: Path, step: int) -> Base:
             "repeated; fix: name a run whose folder is whole"
         )
     trust.check_arguments(*first, run)
-    changes = [f"{key}={shown(value)}" for key, value in changed_by(record, step).items()]
+    changes = [override_of(key, value) for key, value in changed_by(record, step).items()]
+    for change in changes:
+        trust.check_arguments([], [change], run)
     plain = Arguments(first.options, [each for each in first.overrides if not each.startswith("hydra.")])
     return Base(run, step, record, merged(plain, parse_arguments(changes)), found, tuple(changes))
 
@@ -131,8 +133,3 @@ def changed_by(record: RunRecord, step: int) -> dict[str, Any]:
         if change["step"] <= step:
             found |= {key: now for key, (_, now) in change["keys"].items() if key not in WITHOUT_TRACE}
     return found
-
-
-def shown(value: Any) -> str:
-    """Formats a value for the command line; lists without blanks."""
-    return f"[{','.join(map(shown, value))}]" if isinstance(value, list) else show(value)

@@ -20,6 +20,7 @@ from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 from stabletrain.machine.signals import StopRequest
 from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.printable import say
+from stabletrain.tracking.metrics import replace
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.base import KEEPING, QUIET, Base
@@ -99,7 +100,7 @@ def run_leg(leg: Leg, live: bool, listening: bool = True) -> None:
     except ConfigError as error:
         if ranks.is_main:
             leg.folder.mkdir(parents=True, exist_ok=True)
-            (leg.folder / REFUSED).write_text(f"{error}\n", encoding="utf-8")
+            replace(leg.folder / REFUSED, f"{error}\n")
 
 
 def arguments_of(leg: Leg) -> Arguments:

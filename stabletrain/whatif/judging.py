@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stabletrain.config import trust
 from stabletrain.config.arguments import Arguments
 from stabletrain.config.checks import check
 from stabletrain.config.jobs import composed
 from stabletrain.config.resuming import GROUPS, acting, changed_keys, check_resume, row_of, settings
 from stabletrain.errors import ConfigError
 from stabletrain.program import conf_folder
-from stabletrain.whatif.arms import NOTHING, Arm
+from stabletrain.whatif.arms import NOTHING, RECORDED, Arm
 from stabletrain.whatif.base import Base
 
 
@@ -23,6 +24,8 @@ def judged(arm: Arm, base: Base) -> Arm:
     """Returns an arm with the reason for which it applies, or does not. Builds and writes nothing."""
     if arm.refused or (arm.edit and not arm.overrides):
         return arm
+    if arm.named == RECORDED and (named := trust.foreign_argument([], arm.overrides)):
+        return replace(arm, refused=f"the run's record names {named}, which could run any code; fix: type it yourself")
     # Only the folders around this path are read: the state itself may have to be computed first.
     checkpoint = base.run / "checkpoints" / f"step-{base.step:08d}"
     try:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stabletrain.errors import ConfigError
+from stabletrain.stored.trusted import check_links
 from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
 from stabletrain.whatif.averaging import averaged_steps
 from stabletrain.whatif.base import Base, read_base
@@ -95,6 +96,7 @@ def plan(asked: Asked) -> Plan:
     """
     asked.check()
     target = find_target(asked.path)
+    check_links(target.run)
     named = asked.start if asked.start is not None else target.checkpoint
     trouble = find_trouble(target, named)
     origin = find_origin(read_base(target.run, trouble.first).guarded_at, target.run, trouble, named)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -215,3 +216,21 @@ def test_control_characters_and_newlines_in_names_and_values_break_no_table(tmp_
         table = list(csv.DictReader(file))
     assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3
     assert {row["run"] for row in table} == {r"a\x1b[31m\nb", r"c\x0dd\u202e"}
+
+
+@pytest.mark.parametrize("kind", ["file", "page", "loop", "pipe in a sweep", "long"])
+def test_whatever_a_name_is_the_search_for_a_free_page_ends(sweep, tmp_path, capsys, kind):
+    place = {"page": sweep / "report.html", "long": tmp_path / ("x" * 300)}.get(kind, tmp_path / "it")
+    if kind in ("file", "page"):
+        place.write_text("hello")
+    elif kind == "loop":
+        place.symlink_to(place)
+    elif kind == "pipe in a sweep":
+        os.mkfifo(sweep / "report.html")
+        place = sweep
+    code = main(["compare", str(place)])
+    err = capsys.readouterr().err
+    assert (code, "report-2.html" in err) == (
+        (0, True) if kind == "pipe in a sweep" else (1 if kind == "long" else 2, False)
+    )
+    assert code == 0 or err.count("\n") == 1

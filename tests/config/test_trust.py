@@ -3,8 +3,10 @@
 import importlib
 import json
 import pickle
+import runpy
 import shutil
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +19,9 @@ from stabletrain.cli.commands import main
 from stabletrain.config import trust
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.guard import Guard
+from stabletrain.whatif.arms import Arm, with_fixes
+from stabletrain.whatif.base import read_base
+from stabletrain.whatif.judging import judged
 from tests.runs import TINY_GPT
 
 TINY = [*TINY_GPT, "steps=8", "guard=skip", "report=false", "precision=fp32", "faults=label", "faults.at=[5]"]
@@ -191,6 +196,17 @@ ARGUMENTS = [
     ["--config-dir=here"],
     ["--config-path", "here"],
     ["-cn", "other"],
+    ["--experimental-rerun", "here/config.pickle"],
+    ["--exp=here/config.pickle"],
+    ["-m"],
+    ["model=../../../here/evil"],
+    ["experiment=[/here/evil]"],
+    ["experiment=gpt_stdlib,../here/evil"],
+    ["hydra/launcher=../../here/evil"],
+    ["+experiment@model=../here/evil"],
+    ["+model.x='\\${oc.decode:\"{_target_: os.system}\"}'"],
+    ["hydra.run.dir=here"],
+    ["hydra.output_subdir=../here"],
 ]
 
 
@@ -202,6 +218,55 @@ def test_a_recorded_command_from_elsewhere_is_refused(run, words):
     (run / "run.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="add --trust"):
         stabletrain.train([f"resume={run}", "steps=9"])
+
+
+TEXTS = [
+    '${oc.decode:"{_target_: builtins.open, file: mark, mode: w}"}',
+    "${oc.create:{_target_: builtins.open, file: mark, mode: w}}",
+    "${oc.decode:${oc.env:NODE}}",
+    '\\${oc.decode:"{_target_: builtins.open, file: mark, mode: w}"}',
+    '\\\\\\${oc.decode:"{_target_: builtins.open, file: mark, mode: w}"}',
+]
+"""Texts that are resolved to a node which writes the file `mark`; with a backslash, when they are resolved again."""
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_that_becomes_a_target_is_refused(run, tmp_path, monkeypatch, capsys, text):
+    monkeypatch.setenv("NODE", "{_target_: builtins.open, file: mark, mode: w}")
+    file = run / ".hydra" / "config.yaml"
+    config = OmegaConf.to_container(OmegaConf.load(file))
+    config["model"]["mlp"] = text
+    file.write_text(yaml.safe_dump(config))
+    incident, exported = next(run.glob("incidents/*/scene.json")), run / "exported" / "config.json"
+    scene, group = json.loads(incident.read_text()), json.loads(exported.read_text())
+    scene["about"]["config"]["model"]["mlp"] = group["model"]["mlp"] = text
+    incident.write_text(json.dumps(scene))
+    exported.write_text(json.dumps(group))
+    for name in ("sample", "replay", "load", "load of an export"):
+        try:
+            code, said = calls(run)[name](), capsys.readouterr().err
+        except ConfigError as error:
+            code, said = 2, str(error)
+        assert not (tmp_path / "here" / "mark").exists(), name
+        assert (code, "add --trust" in said) == (2, True), (name, said)
+
+
+def test_what_a_later_resume_has_changed_is_checked_too(run):
+    record = json.loads((run / "run.json").read_text())
+    record["changes"] = [{"step": 1, "keys": {"model._target_": ["x", "os.system"]}}]
+    (run / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="names model._target_=os.system"):
+        read_base(run, 4)
+    trust.remember_arguments([], ["model._target_=os.system"])  # as the resume itself does
+    assert read_base(run, 4).changes == ("model._target_=os.system",)
+
+
+@pytest.mark.parametrize("fix", ["model._target_=os.system", "experiment=../evil", "+hydra.callbacks.x._target_=a.b"])
+def test_an_arm_that_a_recorded_fix_names_is_refused(run, fix):
+    base = read_base(run, 4)
+    [_, arm] = with_fixes([Arm("nothing")], [fix])
+    assert f"names {fix}, which could run any code" in judged(arm, base).refused
+    assert "could run any code" not in judged(replace(arm, named="you"), base).refused
 
 
 def test_what_pytorch_has_is_known():
@@ -312,3 +377,67 @@ def test_nothing_is_imported_from_inside_an_incident(incident, tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert main(["replay", str(incident), *trusts]) == 2
     assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("where", ["incident", "run"])
+def test_no_folder_of_a_run_is_searched_for_modules(incident, tmp_path, monkeypatch, capsys, where):
+    folder = incident if where == "incident" else incident.parent
+    (incident.parent / "run.json").write_text("{}")
+    (folder / "tiktoken.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    scene = json.loads((incident / "scene.json").read_text())
+    scene["closures"][0]["path"] = str(folder)
+    (incident / "scene.json").write_text(json.dumps(scene))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["replay", str(incident), "--trust"]) == 2
+    assert "no code is run from an incident" in capsys.readouterr().err
+    assert str(folder) not in sys.path
+
+
+@pytest.mark.parametrize("key", ["path", "module", "name", "file"])
+def test_a_damaged_record_of_a_closure_is_one_line(incident, capsys, key):
+    scene = json.loads((incident / "scene.json").read_text())
+    scene["closures"][0][key] = 5
+    (incident / "scene.json").write_text(json.dumps(scene))
+    assert main(["replay", str(incident), "--trust"]) == 2
+    said = capsys.readouterr().err
+    assert f"closures/0/{key} is 5" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("sign", ["run.json", "scene.json", ""])
+def test_a_run_as_the_working_folder_is_not_searched_for_modules(tmp_path, monkeypatch, sign):
+    monkeypatch.chdir(tmp_path)
+    if sign:
+        (tmp_path / sign).touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "argv", ["stabletrain", "--version"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("stabletrain", run_name="__main__")
+    assert (str(tmp_path) in sys.path) == (not sign)
+
+
+@pytest.mark.parametrize("link", ["checkpoints", "incidents", "export", "whatif/step-00000000", "wandb/run-x"])
+def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_path, capsys, link):
+    target, place = tmp_path / "valuable", run / link
+    place.parent.mkdir(exist_ok=True)
+    shutil.move(place, target) if place.exists() else target.mkdir()
+    place.symlink_to(target)
+    before = {*target.rglob("*")}
+    typed = ["export", str(run), "--to", "safetensors"], ["whatif", str(run), "--from", "4", "--steps", "0"]
+    for command in typed:
+        assert main(command) == 2
+        assert f"{place} is a link to {target}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is a link to"):
+        stabletrain.train([f"resume={run}", "steps=9"])
+    assert {*target.rglob("*")} == before
+    assert stabletrain.train([f"resume={run}", "steps=9", "--trust"]).status == "finished"
+    assert stabletrain.train([f"resume={run}", "steps=10"]).status == "finished"
+
+
+def test_a_link_that_is_there_before_ones_own_run_begins_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for folder in ("large_disk", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large_disk")
+    stabletrain.train([*TINY, f"hydra.run.dir={tmp_path / 'run'}"])
+    assert stabletrain.train([f"resume={tmp_path / 'run'}", "steps=9"]).status == "finished"

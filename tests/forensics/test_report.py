@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt  # rich brings it
 
 from stabletrain.forensics.diagnosis.cause_table import CAUSES, Diagnosis
 from stabletrain.forensics.investigate import Findings
@@ -185,3 +186,50 @@ def test_only_a_fix_that_one_replay_can_show_is_proposed_for_a_trial():
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_heading_holds_the_title_of_the_cause(cause):
     assert headings(page(cause=cause))[0] == f"Step 50: {CAUSES[cause].title}"
+
+
+NAMES = [
+    "<img src=x onerror=alert(1)>",
+    "<script>alert(1)</script>",
+    "&lt;b&gt;",
+    "[b](https://x.y)",
+    "![b](https://x.y)",
+    "[b]",
+    "\\[b\\](https://x.y)",
+    "[b]: https://x.y",
+    "<https://x.y>",
+    "`[b](https://x.y)",
+    "``<b>```<b>`<b>",
+    "a`<b>",
+    "a\n# heading\n\n<b>",
+    "a\r# heading",
+    "~~~\n<b>",
+    "a | b | <b>",
+    "\x1b[2J\u202e",
+    "```\n<b>",
+]
+"""Names of files, modules and parameters that are no plain words."""
+
+TAGS = set("h1 h2 p strong code ol ul li pre blockquote table thead tbody tr th td".split())  # noqa: SIM905
+"""What the page itself is made of."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_a_name_holds_the_page_has_no_html_no_link_and_no_heading_of_it(name):
+    link = Link(name, "forward", "float32", 1.0)
+    found = replace(origin(), module=name, op=name, source=name, called_from=name, reason=name, chain=(link,))
+    lost = Underflow(1024.0, 0.5, 0.25, 0.5, (Starved(name, 8, 0.75, 0.25, 0.6),))
+    outcomes = {**SPIKE.outcomes, "fp32": Outcome(False, None, None, None, name)}
+    evidence = replace(SPIKE, origin=found, underflow=lost, outcomes=outcomes)
+    given = [name, f"{name}=1", f"correct {name}"]
+    also = [{"cause": "bad_batch", "confidence": 0.5, "verdict": name, "fix": given}]
+    diagnosis = Diagnosis("bad_batch", 0.875, name, given, given)
+    record = {"step": 50, "cause": "bad_batch", "confidence": 0.875, "verdict": name, "fix": given, "also": also}
+    record |= {"samples": [{"source": name}], "evidence": given, "not_replayable": name}
+    plain = {**record, "verdict": "x", "fix": ["x", "x=1", "x"], "evidence": ["x"] * 3, "not_replayable": "x"}
+    text = report(record, Findings(evidence, diagnosis, 1.5, given), Path("/runs") / name.replace("/", "_"))
+    known = report(plain, Findings(evidence, diagnosis, 1.5, given), Path("/runs"))
+    tags = set(re.findall(r"<(\w+)", MarkdownIt("commonmark").enable("table").render(text)))
+    assert tags <= TAGS
+    assert headings(text) == headings(known)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", text)

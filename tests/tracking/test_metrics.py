@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stabletrain.errors import ConfigError
-from stabletrain.tracking.metrics import Metrics, read_jsonl
+from stabletrain.tracking.metrics import Metrics, read_jsonl, replace
 
 
 def strict(path):
@@ -184,3 +184,22 @@ def test_the_reader_leaves_out_what_is_no_object(tmp_path):
     file.write_text('{"step": 1}\n\nnot json\n[1]\n"NaN"\n{"step": 2}\n{"a": ')
     assert read_jsonl(file) == [{"step": 1}, {"step": 2}]
     assert read_jsonl(tmp_path / "absent.jsonl") == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_lines_are_not_written_through_a_link(tmp_path, name):
+    (tmp_path / "valuable").write_text("no newline at the end")
+    (tmp_path / name).symlink_to("valuable")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Metrics(tmp_path)
+    assert (tmp_path / "valuable").read_text() == "no newline at the end"
+
+
+@pytest.mark.parametrize("name", ["record.json", ".record.json.tmp"])
+def test_a_file_is_not_replaced_through_a_link(tmp_path, name):
+    (tmp_path / "valuable").write_text("valuable")
+    (tmp_path / name).symlink_to("valuable")
+    replace(tmp_path / "record.json", "new")
+    assert (tmp_path / "valuable").read_text() == "valuable"
+    assert (tmp_path / "record.json").read_text() == "new"
+    assert not (tmp_path / "record.json").is_symlink()

@@ -23,6 +23,7 @@ from stabletrain.config.arguments import (
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.machine.slurm import has_slurm, sbatch
 from stabletrain.printable import say
+from stabletrain.tracking.metrics import replace
 
 
 def main() -> int:
@@ -125,9 +126,9 @@ def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) ->
         folder.mkdir(parents=True, exist_ok=True)
     if record is not None:
         trust.remember_arguments([], parse_arguments([*record.hydra.overrides.task]).without("resume").overrides)
-        OmegaConf.save(record, job.folder / "multirun.yaml")
+        replace(job.folder / "multirun.yaml", OmegaConf.to_yaml(record))
     file = job.folder / "slurm.sh"
-    file.write_text(text, encoding="utf-8")
+    replace(file, text)
     try:
         number = sbatch(file)
     except StabletrainError as error:

@@ -23,6 +23,7 @@ from stabletrain.cli.sweep import lines, plan
 from stabletrain.config.arguments import job_overrides
 from stabletrain.machine.signals import handling
 from stabletrain.printable import say
+from stabletrain.tracking.metrics import replace
 from stabletrain.tracking.progress import InSweep
 from stabletrain.tracking.run_folder import RunFolder
 
@@ -143,7 +144,7 @@ class Member:
         whole = {"config": cfg, "hydra": hydra, "overrides": OmegaConf.create(self.overrides)}
         for name, part in whole.items():
             if part is not None:
-                (self.folder / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(part), encoding="utf-8")
+                replace(self.folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(part))
 
     def progress(self, log_every: int) -> InSweep:
         """Returns the progress display."""

@@ -23,6 +23,7 @@ from stabletrain.comparison.pages.shell import page, words, write
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.settings import Value, scalar, shared, telling, value_of, varied
 from stabletrain.errors import ConfigError
+from stabletrain.stored.files import read_file
 from stabletrain.tracking.columns import COLUMNS, ON_PAGE
 
 ALWAYS = ("status", "val_loss", "incidents")
@@ -137,12 +138,11 @@ def made_from(folders: Sequence[Path], file: Path) -> str:
 def is_another_page(file: Path, folders: Sequence[Path]) -> bool:
     """Returns whether `file` exists and is not the page of these folders."""
     try:
-        with open(file, "rb") as stream:
-            return shell.mark(made_from(folders, file)).encode() not in stream.read(4096)
-    except (FileNotFoundError, IsADirectoryError):
+        return shell.mark(made_from(folders, file)).encode() not in read_file(file)[:4096]
+    except FileNotFoundError:
         return False
     except OSError:
-        return True
+        return not file.is_dir()  # a folder is no page, and cannot be written
 
 
 def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path, folders: Sequence[Path] = ()) -> None:
