@@ -11,6 +11,7 @@ import stabletrain
 from stabletrain.errors import TrainingHalted
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler
+from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import RollbackGuard, SkipGuard, recheck, repeats, update_check
 from stabletrain.stability.guard.recheck import FIRST
 from stabletrain.stability.guard.repeats import OneTensor
@@ -72,7 +73,7 @@ def spoil_gradient(run, steps=(DUE,), calls=(1,), change=flipped):
     run.state.model.spoil = spoil
 
 
-def spoil_update(run, step=DUE, name="weight"):
+def spoil_update(run, step=DUE, name="weight", change=flipped):
     """Makes the update of one tensor wrong, the first time that this step is run."""
     optimizer, done = run.state.optimizer, []
     update = optimizer.step
@@ -82,7 +83,7 @@ def spoil_update(run, step=DUE, name="weight"):
         if run.state.step + 1 == step and not done:
             done.append(step)
             parameter = dict(run.state.model.named_parameters())[name]
-            parameter.data.copy_(flipped(parameter.data))
+            parameter.data.copy_(change(parameter.data))
 
     optimizer.step = wrongly
 
@@ -227,6 +228,18 @@ def test_a_third_computation_that_fails_does_not_end_the_run(tmp_path):
     assert "there was no third computation" in incident(tmp_path)["evidence"]
 
 
+@pytest.mark.slow
+def test_a_step_that_is_taken_again_and_comes_out_differently_again_is_skipped_and_not_said_to_vary(tmp_path):
+    run = a_run(tmp_path)
+    # Both computations of the second time are repeated too: only the latter is wrong, twice in the same way.
+    spoil_gradient(run, calls=(1, 5, 6))
+    train(run)
+    assert not events(run, "recheck_varies")
+    assert [(step, fields["kind"]) for step, fields in events(run, "skip")] == [(DUE, "recheck")] * 2
+    assert run.history.updates == 19
+    assert not run.tools.guard.recheck.varies
+
+
 # ---- where bits may differ
 
 
@@ -287,6 +300,16 @@ def test_not_a_number_on_one_side_is_a_fault_as_soon_as_one_repetition_was_usual
     assert len(events(run, "recheck_varies")) == (step == 1), "nothing is known in the first step"
     assert len([*tmp_path.glob("step-*")]) == (step == 2)
     assert run.history.updates == (19 if step == 1 else 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1e-2, 1e-4])
+def test_an_update_is_judged_in_the_precision_of_the_weights(tmp_path, inexact, share):
+    run, step = a_run(tmp_path, every=1, adam=True), FIRST * 2
+    run.tools = replace(run.tools, precision=precisions.bf16(run.device))
+    spoil_update(run, step, change=lambda weight: weight * (1 + share))
+    train(run)
+    assert len(events(run, "restore")) == 1, "bf16 has 3 digits, the weights 7"
 
 
 GPT = [*TINY_GPT, "precision=fp32", "steps=14", "monitors=none", "checkpoint=off", "guard.recheck_every=1"]
