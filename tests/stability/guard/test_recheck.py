@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.guard.comparing import compare, sums
 from stabletrain.stability.guard.limits import LARGEST
@@ -15,11 +16,13 @@ from stabletrain.stability.guard.repeats import (
     OneTensor,
     copied,
     next_tensor,
+    over_ranks,
     put_back_attributes,
     results,
     tensor_by_tensor,
 )
 from tests.stability.guard.given import reading
+from tests.trainer.given import make_run
 
 CPU = torch.device("cpu")
 
@@ -122,6 +125,37 @@ def test_a_tensor_whose_gradient_is_noise_hides_no_error_of_another_and_is_none_
     assert judged(bound, 1.0, 0.32), "an error that the noise of the first tensor used to hide"
     assert judged(bound, 0.0, 1.001 * FACTOR * 1e-3)
     assert judged(bound, math.inf, 0.0)
+
+
+class WithAnother(SingleProcess):
+    """This rank and another, which has these numbers."""
+
+    def __init__(self, *numbers):
+        super().__init__()
+        self.numbers = [torch.tensor(each) for each in numbers]
+
+    def max_over_ranks_(self, values):
+        for value, other in zip(values, self.numbers, strict=True):
+            value.copy_(torch.maximum(value, other))
+
+
+def test_all_ranks_learn_the_same_limits_and_each_knows_its_own_differences():
+    recheck = Recheck(1)
+    recheck.exact = False
+    pairs = [("a", torch.ones(2), torch.tensor([1.0, 0.5])), ("b", torch.ones(2), torch.ones(2))]
+    compared = compare(pairs, CPU)
+    judge = recheck._judge(0, "gradient", 1e-7)
+    tools = make_run(parallel=WithAnother([0.25, 0.125], [0.0])).tools
+    number = over_ranks(compared, compared.ratios, judge, tools)
+    assert float(number) == 0.5
+    recheck.learn(reading(step=1)._replace(recheck=float(number)))
+    assert recheck.bounds["gradient"].largest.tolist() == [0.5, 0.125]
+    assert recheck.compared["gradient"].ratios.tolist() == [0.5, 0.0]
+    tools = make_run(parallel=WithAnother([0.0, 0.0], [1.0])).tools
+    number = over_ranks(compared, compared.ratios, judge, tools)
+    assert float(number) == -1.0, "the other rank had too little memory"
+    recheck.learn(reading(step=1)._replace(recheck=float(number)))
+    assert recheck.bounds["gradient"].learnt == 1
 
 
 def test_other_tensors_are_learnt_anew():
