@@ -236,7 +236,8 @@ class StepChecks:
         bad_data: 1 if the batch held values that no model can learn from, else 0; see `stability/sanitize.py`.
         inputs: largest magnitude of the inputs; 0 for integers.
         buffers: L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
-        recheck: how far the gradient differs from a second computation, relative; see `stability/guard/recheck.py`.
+        recheck: how far the gradient differs from a second computation, relative, or over its limit if that is learnt;
+            below 0 if memory did not suffice for it. See `stability/guard/recheck.py`.
         stop: bool, whether any rank was asked to stop; None in a single process.
         state_changed: 1 if weights, moments or buffers are not what the last update left, else 0.
         rank: first rank whose own shard of the step was bad, -1 for none; None in a single process.

@@ -155,7 +155,7 @@ class Guard:
         self._incidents = Incidents(Path(folder), max_incidents, max_seconds, self._agreement.ranks)
         self._keep_state, self._frames = keep_state, compiled_frames()
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
-        self._known_start, self._held, self._idle = False, set(), 0
+        self._known_start, self._held, self._idle, self._rehearsed = False, set(), 0, False
         self._first = {id(parameter) for parameter in self._model.parameters()}
         self._loaded = Loaded()
         self._loaded.listen(self._model, optimizer)
@@ -297,9 +297,13 @@ class Guard:
 
     def _repeat(self, begun: Begun) -> Number:
         """Returns how far this step's gradients differ from a second computation, if that is due; else 0."""
-        if not self._policy.recheck.due(self._step) or self._agreement.ranks.distributed:
+        recheck = self._policy.recheck
+        if self.last is not None and not self._rehearsed:  # the step before this one has made the moments
+            self._rehearsed = True
+            recheck.rehearse(self._step)
+        if not recheck.repeats(self._step) or self._agreement.ranks.distributed:
             return 0.0
-        return repeat(self._policy.recheck, self._rerun(begun, float(self._scaling.loss_scale())), self._step)
+        return repeat(recheck, self._rerun(begun, float(self._scaling.loss_scale())), self._step)
 
     def _settle(self, begun: Begun, reading: Reading) -> None:
         """Applies the update or withholds it, and follows the verdict."""
@@ -335,6 +339,11 @@ class Guard:
         """Judges a step whose update was applied or withheld, and follows the verdict."""
         policy, shown = self._policy, reading._replace(step=self._number)
         verdict = policy.judge(reading)
+        if policy.recheck.gives_up(reading):
+            self._incidents.note(
+                f"step {self._number}: too little memory to compute a gradient twice, so no step is repeated any more; "
+                "training is not affected"
+            )
         if policy.recheck.wrong(reading):
             verdict = self._confirm(begun, reading, verdict)
         self.last, self.rolled_back = shown, 0

@@ -6,15 +6,18 @@ kernels that add in any order; a loss scale; several ranks.
 """
 
 import platform
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from stabletrain.guarded.rerun import Rerun
 from stabletrain.machine import hardware
+from stabletrain.machine.memory import within_memory
 from stabletrain.records import Number
 from stabletrain.stability.guard.comparing import compare, sums
 from stabletrain.stability.guard.recheck import Finding, NoRecheck, repeats_exactly
+from stabletrain.stability.guard.repeats import OUT_OF_MEMORY
 
 
 def repeatable(rerun: Rerun) -> bool:
@@ -32,16 +35,21 @@ def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
     Args:
         recheck: receives the comparison.
         step: number of the step, counted from 0; its gradients are those of the parameters, neither scaled nor clipped.
+
+    Returns:
+        `OUT_OF_MEMORY` if memory did not suffice.
     """
     recheck.compared, recheck.found = {}, None
-    if not recheck.due(step) or not repeatable(rerun):
+    if not recheck.repeats(step) or not repeatable(rerun):
         return 0.0
     first = [parameter.grad for parameter in rerun.parameters]
-    second = rerun.run().gradients
-    pairs = [
-        (name, a, b) for name, a, b in zip(names(rerun), first, second, strict=True) if a is not None or b is not None
-    ]
-    recheck.compared["gradient"] = compare(pairs)
+    again = within_memory(rerun.run)
+    if again is None:
+        return OUT_OF_MEMORY
+    if not recheck.due(step):  # the rehearsal, which is not judged
+        return 0.0
+    pairs = [*zip(names(rerun), first, again.gradients, strict=True)]
+    recheck.compared["gradient"] = compare(pairs, rerun.begun.generators.device)
     return recheck.compared["gradient"].ratios.amax()
 
 
@@ -50,10 +58,9 @@ def confirm(recheck: NoRecheck, rerun: Rerun) -> Finding:
     compared = recheck.compared["gradient"]
     ratios = compared.ratios.tolist()
     tensors = sorted(zip(compared.names, ratios, strict=True), key=lambda each: -each[1])
-    kept = set(compared.names)
-    again = [each for name, each in zip(names(rerun), rerun.run().gradients, strict=True) if name in kept]
-    third = which(sums(again, compared.first.device), compared.first, compared.second)
-    device = rerun.begun.generators.device
+    device, third = rerun.begun.generators.device, ""
+    with suppress(Exception):  # a user's closure may raise anything, and the two results are known
+        third = which(sums(rerun.run().gradients, device), compared.first, compared.second)
     place = f"device {device} ({hardware.name(device)}), host {platform.node()}, rank 0"
     return Finding(
         "gradient", True, [each for each in tensors if each[1] > 0], third, recheck.agreed("gradient"), 0.0, place

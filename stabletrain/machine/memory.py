@@ -1,10 +1,15 @@
-"""Memory of the host, free and in all, as the kernel and this process's control groups report it."""
+"""Memory: of the host, free and in all, as the kernel and this process's control groups report it; and too little."""
 
 import math
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
 
 CGROUPS = Path("/sys/fs/cgroup")
 """Where Linux mounts control groups."""
@@ -78,3 +83,19 @@ def left_in(folder: Path, version: int) -> float:
         lines = (folder / "memory.stat").read_text().splitlines()
         left += sum(int(line.split()[1]) for line in lines if line.startswith(f"{reclaimable} "))
     return max(float(left), 0.0)
+
+
+EXHAUSTED = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+"""Parts of the messages of errors that say that memory did not suffice, but have no class of their own."""
+
+
+def within_memory(act: Callable[[], T]) -> T | None:
+    """Returns the result of `act`; None if there was not enough memory for it, on the device or on the host."""
+    try:
+        return act()
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
+    except RuntimeError as error:  # of the CPU's allocator, of cuBLAS and cuDNN
+        if any(part in str(error) for part in EXHAUSTED):
+            return None
+        raise

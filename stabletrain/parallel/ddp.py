@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.errors import ConfigError
+from stabletrain.machine.memory import within_memory
 from stabletrain.parallel.distributed import Distributed
 from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object
 from stabletrain.records import GradNorms, RankPart, TrainState
@@ -117,8 +118,10 @@ class DDP(Distributed):
         The gradients are views of the buckets, so after this their own values are gone.
         """
         if self._kept is not None:
-            found = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            self._kept.update({parameter: gradient.clone() for parameter, gradient in found})
+            found = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
+            # An error must not leave this hook: the other ranks wait for the bucket.
+            kept = within_memory(lambda: {parameter: gradient.clone() for parameter, gradient in found})
+            self._kept = None if kept is None else self._kept | kept
         self._own.append(torch.linalg.vector_norm(bucket.buffer(), dtype=torch.float32))
         return allreduce_hook(group.WORLD, bucket)  # ty: ignore[invalid-argument-type]
 
@@ -127,10 +130,10 @@ class DDP(Distributed):
         self._kept = {}
         return True
 
-    def own_gradients(self, parameters: list[Tensor]) -> list[Tensor | None]:
-        """Returns the gradients from before the reduction; without one, those of `.grad`."""
-        kept, self._kept = self._kept or {}, None
-        return [kept.get(parameter, parameter.grad) for parameter in parameters]
+    def own_gradients(self, parameters: list[Tensor]) -> list[Tensor | None] | None:
+        """Returns the gradients from before the reduction; without one, those of `.grad`. None if memory ran out."""
+        kept, self._kept = self._kept, None
+        return None if kept is None else [kept.get(parameter, parameter.grad) for parameter in parameters]
 
     def own_grad_norm(self, norms: GradNorms) -> Tensor:
         """Returns the norm of this rank's gradients before they were averaged; 0 if the step had no backward pass."""

@@ -85,8 +85,11 @@ class SingleProcess:
         """Keeps this rank's gradients of the next backward pass for `own_gradients`; returns whether it can."""
         return True
 
-    def own_gradients(self, parameters: list[Tensor]) -> list[Tensor | None]:
-        """Returns the gradients of the last backward pass as this rank computed them, before they were averaged."""
+    def own_gradients(self, parameters: list[Tensor]) -> list[Tensor | None] | None:
+        """Returns the gradients of the last backward pass as this rank computed them, before they were averaged.
+
+        None if there was not enough memory to keep them.
+        """
         return [parameter.grad for parameter in parameters]
 
     def reduce_stats(

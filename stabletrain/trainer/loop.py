@@ -31,7 +31,7 @@ from stabletrain.trainer.incidents import (
     investigate_skip,
     put_back_buffers,
 )
-from stabletrain.trainer.recheck import compute_twice, confirm
+from stabletrain.trainer.recheck import compute_twice, confirm, rehearse, tell_if_given_up
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step, reading_metrics
 
@@ -87,6 +87,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
     can_replay = replays_exactly(state.model, state.optimizer, run.device)
     taking_again = False
     note_start(state.model, state.optimizer)
+    rehearse(guard.recheck, state.step, plan.steps)
     # The guard needs one state to go back to before the first update.
     if rollback.snapshot_due(state.step):
         rollback.take_snapshot()
@@ -231,6 +232,7 @@ def settle(
         return False
     faults = guard.machine_faults
     verdict = guard.judge(reading)
+    tell_if_given_up(run, reading)
     if reading.applied and guard.machine_faults > faults:  # its first update was not finite
         handle_incident(run, executed, reading._replace(bad_update=True, rank=guard.faulty_rank), "update")
     # A computation came out differently the second time: a third one tells more.

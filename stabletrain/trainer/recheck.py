@@ -5,7 +5,8 @@ A step that was withheld although its data are innocent is taken again, and then
 A third result that equals one of the two shows that the other was wrong: the hardware. If it does not equal the second
 and no two results ever agreed in this run, the model is at fault: its forward pass depends on more than weights,
 buffers, batch and PyTorch's random numbers, such as a file or a list that it appends to. This is said once, and the
-limit is learnt from then on.
+limit is learnt from then on. Where bits may differ there is no third computation: above what is usual, the hardware is
+at fault.
 """
 
 import math
@@ -21,13 +22,36 @@ from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
+from stabletrain.protocols import Recheck
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.stability.guard.comparing import Compared, sums
-from stabletrain.stability.guard.limits import LARGEST
-from stabletrain.stability.guard.recheck import Finding
+from stabletrain.stability.guard.recheck import Finding, repeats_exactly
 from stabletrain.step import Computed, compute, count_targets, forward_backward
 from stabletrain.trainer.incidents import ExecutedStep, handle_incident
 from stabletrain.trainer.run import TrainingRun
+
+
+def rehearse(recheck: Recheck, first: int, steps: int) -> None:
+    """Has a step of this process repeated at once, if one will be repeated later: none needs more memory.
+
+    Args:
+        first: number of the process's first step, counted from 0.
+        steps: of the run.
+    """
+    if recheck.every and steps // recheck.every > first // recheck.every:
+        recheck.rehearse(max(first, 1))  # the first step of a run has no moments yet
+
+
+def tell_if_given_up(run: TrainingRun, reading: Reading) -> None:
+    """Tells that nothing is repeated any more, if memory did not suffice for it on some rank."""
+    if not run.tools.guard.recheck.gives_up(reading):
+        return
+    tracker = run.rollback.tracker
+    tracker.event("recheck_off", reading.step, reason="out of memory", tick=run.state.executed_steps)
+    tracker.note(
+        f"step {reading.step}: too little memory to compute a gradient and an update twice, so arithmetic is not "
+        "checked in this process; training is not affected. fix: a smaller batch_size, or more grad_accum_steps"
+    )
 
 
 def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> Verdict:
@@ -39,10 +63,11 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
     recheck, tracker = run.tools.guard.recheck, run.rollback.tracker
     part = recheck.wrong(reading)
     finding = find(run, executed, reading, part)
+    if not run.parallel.any_rank(finding.differs):  # it was taken again, and its two computations differ again
+        return verdict
     # If the third equals the first and none ever agreed, something that cannot be put back changed the second one: the
     # step itself was right.
-    # Above a limit that was learnt, nothing needs to repeat: differences of rounding are below it.
-    repeats = finding.third == "second" or finding.agreed > 0 or 0 < finding.limit < LARGEST
+    repeats = finding.third == "second" or recheck.knows(part)
     if not run.parallel.any_rank(finding.differs and repeats):
         recheck.vary(part)
         tracker.event("recheck_varies", reading.step, part=part, tick=run.state.executed_steps)
@@ -62,9 +87,14 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
 
 
 def compute_twice(run: TrainingRun, micro_batches: Sequence[Batch]) -> Computed:
-    """Runs forward and backward of a step twice, and closes its gate unless all gradients have the same bits."""
+    """Runs forward and backward of a step twice, and closes its gate unless all gradients have the same bits.
+
+    Where bits may differ, the recheck of the step, which is due again, tells more.
+    """
     state, tools = run.state, run.tools
     first = compute(state, micro_batches, tools)
+    if tools.guard.recheck.varies or not repeats_exactly(state.model, run.device):
+        return first
     bits = sums(gradients(state.model), run.device)
     first.buffers.put_back()
     first.buffers.restore_(first.saved_buffers, torch.zeros((), dtype=torch.bool, device=run.device))
@@ -86,11 +116,14 @@ def find(run: TrainingRun, executed: ExecutedStep, reading: Reading, part: str) 
     agreed = recheck.agreed(part)
     if compared is None:
         return Finding(part, False, [], "", agreed, limit, place)
-    ratios = compared.ratios.tolist()
-    worst = sorted(zip(compared.names, ratios, strict=True), key=lambda each: -each[1])
-    tensors = [each for each in worst if each[1] > limit]
-    third = which(run, executed, reading, compared) if tensors and limit == 0 else ""
-    return Finding(part, bool(tensors), tensors, third, agreed, limit, place)
+    ratios, limits = compared.ratios.tolist(), [0.0] * len(compared.names)
+    if compared.limits is not None:
+        limits = compared.limits.tolist()
+    beyond = [each for each in zip(compared.names, ratios, limits, strict=True) if each[1] > each[2]]
+    beyond.sort(key=lambda each: -each[1] / (each[2] or 1.0))
+    third = which(run, executed, reading, compared) if beyond and limit == 0 else ""
+    allowed = beyond[0][2] if beyond else limit
+    return Finding(part, bool(beyond), [each[:2] for each in beyond], third, agreed, allowed, place)
 
 
 def which(run: TrainingRun, executed: ExecutedStep, reading: Reading, compared: Compared) -> str:

@@ -133,3 +133,64 @@ def test_what_cannot_be_is_refused(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"only a closure can be run again"):
         Guard.attach(model, optimizer, folder=tmp_path, recheck_every=5)
+
+
+def counted(loop, failing=()):
+    """The loop's closure, and its calls in each step, counted from 0; the calls `failing` have too little memory."""
+    counts = {}
+
+    def closure(x, y):
+        step = loop.guard._step
+        counts[step] = counts.get(step, 0) + 1
+        if (step, counts[step]) in failing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loop.loss(x, y)
+
+    return closure, counts
+
+
+def test_the_second_step_is_repeated_so_that_memory_is_needed_at_once(tmp_path):
+    loop = Loop(tmp_path, recheck_every=4)
+    closure, counts = counted(loop)
+    for batch in batches(10):
+        loop.guard.step(closure, batch=batch)
+    assert [step for step, count in counts.items() if count == 2] == [1, 3, 7]
+    assert loop.guard._policy.recheck.agreed("gradient") == 2
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_too_little_memory_ends_the_check_and_not_the_loop(tmp_path, caplog, step):
+    loop, plain = Loop(tmp_path, recheck_every=4), Loop(tmp_path)
+    closure, counts = counted(loop, failing=[(step, 2)])
+    with caplog.at_level(logging.WARNING, "stabletrain"):
+        for number, batch in enumerate(batches(10)):
+            for each, run in ((loop, closure), (plain, plain.loss)):
+                torch.manual_seed(number)
+                each.guard.step(run, batch=batch)
+    assert same(loop.bits(), plain.bits())
+    assert caplog.text.count("too little memory to compute a gradient twice") == 1
+    assert [each for each, count in counts.items() if count == 2] == ([1] if step == 1 else [1, 3])
+    assert loop.guard.skipped == 0
+
+
+@pytest.mark.parametrize("known", [0, 1], ids=["first", "later"])
+def test_a_third_computation_that_fails_does_not_end_the_loop(tmp_path, known):
+    loop, Wrong.calls = Loop(tmp_path, recheck_every=2), []
+    wrong = 1 + 2 * known
+    for number, batch in enumerate(batches(8)):
+        torch.manual_seed(number)
+        closure = broken(loop) if number == wrong else loop.loss
+        calls = []
+
+        def third(x, y, closure=closure, calls=calls, number=number):
+            calls.append(1)
+            if number == wrong and len(calls) == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return closure(x, y)
+
+        loop.guard.step(third, batch=batch)
+    if known:
+        (incident,) = loop.guard.incidents
+        record = json.loads((incident.path / "diagnosis.json").read_text())
+        assert "there was no third computation" in record["evidence"]
+    assert loop.guard.skips["recheck"] == (not known)

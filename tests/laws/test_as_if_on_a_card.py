@@ -124,6 +124,8 @@ KEYS = {
         "data.length_warmup=2 data.length_start=8 steps=4",
         "monitors=default monitors.every=1 eval_every=1 steps=3",
         "guard.recheck_every=1 precision=fp16 optimizer=stable_adamw grad_accum_steps=2",
+        "guard.recheck_every=1 guard.snapshot_every=3 steps=10",
+        "guard.recheck_every=3 steps=3 optimizer=muon",
     ],
     "resnet": [
         "grad_accum_steps=2 precision=fp16",

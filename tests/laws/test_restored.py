@@ -37,6 +37,7 @@ from stabletrain.records import GradNorms, Verdict
 from stabletrain.stability.clipping.adaptive import AdaGC, ZClip
 from stabletrain.stability.clipping.fixed import Stateless
 from stabletrain.stability.guard import NoGuard, RollbackGuard
+from stabletrain.stability.guard.comparing import Compared
 from stabletrain.stability.guard.divergence import NoDivergence
 from stabletrain.stability.guard.limits import Limit, Limits
 from stabletrain.stability.guard.recheck import NoRecheck, Recheck
@@ -205,8 +206,12 @@ def feed_limits(limits, rng, step):
 def feed_recheck(recheck, rng, step):
     differs = {}
     if isinstance(recheck, Recheck) and recheck.due(step - 1):  # as its repetition of a step does
-        recheck.exact, recheck._eps, recheck.compared = rng.random() < 0.5, 1e-7, {"gradient": None, "update": None}
-        differs = {"recheck": rng.choice([0.0, 1e-6, 1.0]), "recheck_update": rng.choice([0.0, 1e-6])}
+        recheck.exact, recheck.compared, recheck._allowed = rng.random() < 0.5, {}, {}
+        for part, tensors, number in (("gradient", 3, "recheck"), ("update", 1, "recheck_update")):
+            ratios = torch.tensor([rng.choice([0.0, 1e-6, 1.0]) for _ in range(tensors)])
+            sums = torch.zeros(tensors, dtype=torch.int64)
+            compared = Compared(["it"] * tensors, ratios, sums, sums)
+            differs[number] = float(recheck._judge(step - 1, part, 1e-7)(compared, ratios))
     each = reading(step, **differs)
     wrong = recheck.wrong(each)
     recheck.learn(each)
@@ -214,7 +219,8 @@ def feed_recheck(recheck, rng, step):
         recheck.vary("update")
     if rng.random() < 0.03:
         recheck.stop()
-    return wrong, recheck.due(step), recheck.agreed("gradient"), recheck.agreed("update")
+    knows = [(recheck.agreed(part), recheck.knows(part)) for part in ("gradient", "update")]
+    return wrong, differs, recheck.due(step), recheck.varies, knows
 
 
 def feed_slow(slow, rng, step):

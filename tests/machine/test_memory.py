@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 
-from stabletrain.machine.memory import free_host_memory, host_memory
+from stabletrain.machine.memory import free_host_memory, host_memory, within_memory
 
 KIB = 1024
 
@@ -63,3 +64,29 @@ def test_the_memory_in_all_is_the_machines_or_the_least_limit(machine, monkeypat
 
 def test_without_any_of_these_files_nothing_is_known(tmp_path):
     assert free_host_memory(tmp_path, tmp_path) == math.inf
+
+
+TOO_LITTLE = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", [*TOO_LITTLE, RuntimeError("a shape"), ValueError("out of memory")], ids=repr)
+def test_only_too_little_memory_is_no_error(error):
+    def act():
+        raise error
+
+    if error in TOO_LITTLE:
+        assert within_memory(act) is None
+    else:
+        with pytest.raises(type(error)):
+            within_memory(act)
+    assert within_memory(lambda: 3) == 3
+
+
+def test_what_this_machines_allocator_says_is_too_little_memory():
+    assert within_memory(lambda: torch.empty(2**46)) is None

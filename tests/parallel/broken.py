@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from torch import OutOfMemoryError
+
 from stabletrain.checkpoint.tree import Piece
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.parallel.whole import Gather, GatheredState
@@ -58,6 +60,9 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "diagnose": (f"{FORENSICS}.investigate.diagnose", raises(RuntimeError("no diagnosis"))),
     "write": (f"{FORENSICS}.handler.file_incident", raises(TypeError("no JSON"))),
     "disk": (f"{FORENSICS}.handler.file_incident", raises(OSError(errno.ENOSPC, "No space left on device"))),
+    "second run": ("stabletrain.stability.guard.repeats.compare", raises(OutOfMemoryError("no memory"))),
+    "copied tensor": ("stabletrain.stability.guard.repeats.OneTensor.of", raises(OutOfMemoryError("no memory"))),
+    "copied buckets": ("stabletrain.parallel.ddp.within_memory", lambda _: None),
 }
 """What is replaced, and by what, for each part."""
 

@@ -18,6 +18,10 @@ CASES = {
     "never": {"overrides": [*RUN, "parallel=ddp", "guard.recheck_every=0"]},
     "fault": {"overrides": [*EVERY, "parallel=ddp", *FAULT]},
     "accumulated": {"overrides": [*EVERY, "parallel=ddp", "grad_accum_steps=2", *FAULT]},
+    **{
+        part: {"overrides": [*RUN, f"parallel={kind}", "guard.recheck_every=4"], "broken": [part, 1]}
+        for part, kind in (("second run", "ddp"), ("copied buckets", "ddp"), ("copied tensor", "fsdp"))
+    },
     "sharded": {"overrides": [*RUN, "parallel=fsdp", "guard.recheck_every=1"]},
     "sharded never": {"overrides": [*RUN, "parallel=fsdp", "guard.recheck_every=0"]},
 }
@@ -56,3 +60,19 @@ def test_shards_compute_one_update_twice_and_change_no_bit(two):
         ]
         assert [reading["recheck_update"] for reading in seen["sharded"]["readings"]] == [0.0] * STEPS
         assert last_state(seen["sharded"]) == last_state(seen["sharded never"])
+
+
+@pytest.mark.parametrize("part", ["second run", "copied buckets", "copied tensor"])
+def test_if_one_rank_has_too_little_memory_no_rank_repeats_anything_and_none_waits(two, shared_place, part):
+    clean = "sharded never" if part == "copied tensor" else "never"
+    number = "recheck_update" if part == "copied tensor" else "recheck"
+    for seen in two:
+        assert seen[part]["error"] is None, seen[part]["message"]
+        assert [reading[number] for reading in seen[part]["readings"]] == [0.0, -1.0, 0.0, 0.0, 0.0, 0.0], (
+            "the rehearsal ran out of memory, and step 4, which is due, is not repeated"
+        )
+        assert last_state(seen[part]) == last_state(seen[clean])
+    events = read_jsonl(shared_place / "recheck_two" / part / "events.jsonl")
+    assert [(event["step"], event["reason"]) for event in events if event["event"] == "recheck_off"] == [
+        (2, "out of memory")
+    ]

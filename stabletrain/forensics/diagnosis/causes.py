@@ -158,7 +158,11 @@ def computed_twice(found: Finding) -> Diagnosis | None:
         "neither": "a third computation equals neither",
         "": "there was no third computation",
     }[found.third]
-    allowed = "equal bits are expected" if found.limit == 0 else f"up to {found.limit:.3g} is usual on this machine"
+    allowed = (
+        "equal bits are expected"
+        if found.limit == 0
+        else f"in {name}, up to {found.limit:.3g} is usual on this machine"
+    )
     lines = [
         found.place,
         third,

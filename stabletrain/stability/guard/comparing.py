@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stabletrain.stability.guard.written import extremes
+from stabletrain.stability.guard.written import own as own_part
+
 TINY = 1e-30
 """Lower bound of a difference between values whose bits differ, such as 0 and -0."""
 
@@ -21,10 +24,12 @@ class Compared:
 
     Attributes:
         names: of the tensors.
-        ratios: fp32 `[tensors]`, max|a - b| / max|a|; 0 if all bits are equal.
+        ratios: fp32 `[tensors]`, max|a - b| / max(|a|, |b|); 0 if all bits are equal.
         first, second: int64 `[tensors]`, sums of the bits.
         again: computes it a third time, and returns its sums; None if the trainer does so.
         generators: states of the random generators before it.
+        limits: fp32 `[tensors]`, the largest ratio of each that is no fault; None if bits must be equal.
+        everywhere: fp32, what limits are learnt from: the largest ratios of all ranks; None if these are the ratios.
     """
 
     names: Sequence[str]
@@ -33,39 +38,69 @@ class Compared:
     second: Tensor
     again: Callable[[], Tensor] | None = None
     generators: Any = None
+    limits: Tensor | None = None
+    everywhere: Tensor | None = None
 
 
 @torch.no_grad()
 def compare(
     pairs: Sequence[tuple[str, Tensor | None, Tensor | None]],
+    device: torch.device,
     *,
     again: Callable[[], Tensor] | None = None,
     generators: Any = None,
 ) -> Compared:
-    """Compares tensors by name; at least one of each pair is not None."""
-    device = next(tensor.device for _, a, b in pairs for tensor in (a, b) if tensor is not None)
+    """Compares tensors by name. The second of each pair is overwritten, so that this needs no memory of their size.
+
+    Args:
+        device: of the results.
+    """
     names, firsts, seconds = [name for name, _, _ in pairs], [a for _, a, _ in pairs], [b for _, _, b in pairs]
-    ratios = torch.stack([ratio(a, b).to(device) for _, a, b in pairs])
-    return Compared(names, ratios, sums(firsts, device), sums(seconds, device), again, generators)
+    first, second = sums(firsts, device), sums(seconds, device)
+    found = ratios(firsts, seconds, device)
+    # Neither an underflow nor the sign of a zero may hide a difference.
+    found = torch.where(first != second, found.clamp(min=TINY), found)
+    return Compared(names, found, first, second, again, generators)
 
 
-def ratio(a: Tensor | None, b: Tensor | None) -> Tensor:
-    """Returns max|a - b| / max|a| as fp32, 0-d: 0 if all bits are equal, inf if one is NaN, or missing."""
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        one = a if a is not None else b
-        assert one is not None
-        return torch.full((), math.inf, device=one.device)
-    a, b = own(a), own(b)
-    if not a.numel():
-        return torch.zeros((), device=a.device)
-    equal = bits(a) == bits(b)  # NaN equals itself here, and 0 is not -0
-    a, b = (each if each.dtype == torch.float64 else each.float() for each in (a, b))
-    gap = torch.where(equal, 0.0, (a - b).abs().clamp(min=TINY)).amax()
-    size = a.abs().amax()
-    size = torch.where(torch.isfinite(size) & (size > 0), size, 1.0)
-    # Neither an underflow nor NaN may hide a difference.
-    found = torch.where(gap > 0, (gap / size).clamp(min=TINY), gap)
-    return torch.nan_to_num(found, nan=math.inf, posinf=math.inf).float()
+def ratios(firsts: Sequence[Tensor | None], seconds: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Returns max|a - b| / max(|a|, |b|) of each pair as fp32 `[pairs]`; overwrites the second tensors.
+
+    It is inf if only one of a pair is finite, or there at all. It is 0 if neither is: such a step is withheld anyway.
+    """
+    found = [torch.zeros((), device=device)] * len(firsts)
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = {}
+    for number, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
+        if first is None or second is None or first.shape != second.shape or first.dtype != second.dtype:
+            if first is not second:
+                found[number] = torch.full((), math.inf, device=device)
+            continue
+        a, b = own(first), own(second)
+        if a.numel():
+            alike.setdefault((a.device, a.dtype), []).append((number, a, b))
+    for pairs in alike.values():
+        numbers, a, b = zip(*pairs, strict=True)
+        a, b = floats(a), floats(b)
+        mine, others = largest(a), largest(b)
+        torch._foreach_sub_(b, a)
+        size = torch.maximum(mine, others)
+        ratio = largest(b) / torch.where(size > 0, size, 1.0)
+        ratio = torch.where(size.isfinite(), ratio, math.inf)
+        ratio = torch.where(mine.isfinite() | others.isfinite(), ratio, 0.0).float().to(device)
+        for number, each in zip(numbers, ratio.unbind(), strict=True):
+            found[number] = each
+    return torch.stack(found)
+
+
+def largest(tensors: list[Tensor]) -> Tensor:
+    """Returns the largest magnitude in each tensor, in fp32 or wider: NaN if a value is NaN, Inf if one is."""
+    found = extremes(tensors).view(len(tensors), -1).amax(dim=1)
+    return found.to(torch.promote_types(found.dtype, torch.float32))
+
+
+def floats(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors of one dtype as they are, or as float64 if they hold integers."""
+    return [*tensors] if tensors[0].is_floating_point() else [tensor.double() for tensor in tensors]
 
 
 def sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -83,6 +118,5 @@ def bits(tensor: Tensor) -> Tensor:
 
 def own(tensor: Tensor) -> Tensor:
     """Returns a tensor without its graph, complex values as pairs; of a sharded one, this rank's shard."""
-    tensor = tensor.detach()
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # ty: ignore[not-callable]
+    tensor = own_part(tensor)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

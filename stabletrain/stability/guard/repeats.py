@@ -1,7 +1,7 @@
 """Repeats a gradient, or the update of one tensor, and leaves no trace of it; `recheck.py` says when and what for."""
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from stabletrain.buffers import SavedBuffers, buffers_of
+from stabletrain.buffers import SavedBuffers, buffers_of, can_be_written
 from stabletrain.machine.determinism import Generators
+from stabletrain.machine.memory import within_memory
 from stabletrain.protocols import Tools
 from stabletrain.records import Number, TrainState
 from stabletrain.stability.guard.comparing import Compared, compare, sums
@@ -37,22 +38,28 @@ class NoRepeat:
 NOTHING = NoRepeat()
 
 
+OUT_OF_MEMORY = -1.0
+"""Stands for a difference that is unknown, because there was not enough memory for the repetition on some rank."""
+
+Judge = Callable[[Compared | None, Tensor], Tensor]
+"""Keeps this rank's comparison, None if its memory did not suffice; returns by which number the repetition is judged.
+
+It also gets `[tensors]` fp32, the largest of all ranks' differences; see `recheck.py`.
+"""
+
+
 class RepeatGradient(NoRepeat):
-    """Repeats the first micro-batch of a step. `compared` receives the comparison.
+    """Repeats the first micro-batch of a step.
 
     Attributes:
-        difference: 0-d fp32 on the device, the largest of all tensors and ranks; 0 if nothing was repeated.
+        difference: 0-d fp32 on the device, equal on all ranks: what `judge` returns, or `OUT_OF_MEMORY`; 0 if nothing
+            was repeated.
     """
 
     def __init__(
-        self,
-        compared: MutableMapping[str, Compared],
-        model: nn.Module,
-        buffers: SavedBuffers,
-        tools: Tools,
-        device: torch.device,
+        self, judge: Judge, model: nn.Module, buffers: SavedBuffers, tools: Tools, device: torch.device
     ) -> None:
-        self._compared, self._model, self._buffers, self._tools = compared, model, buffers, tools
+        self._judge, self._model, self._buffers, self._tools = judge, model, buffers, tools
         self._generators, self._attributes = Generators.now(device), attributes_of(model)
         self.difference: Number = 0.0
         self._waiting = tools.parallel.keep_gradients()
@@ -66,17 +73,24 @@ class RepeatGradient(NoRepeat):
         if not self._waiting:
             return
         self._waiting = False
-        named = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
-        first = self._tools.parallel.own_gradients([parameter for _, parameter in named])
+        named = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
+        first = self._tools.parallel.own_gradients([*named.values()])
+        compared = None if first is None else self._compare(named, first, again)
+        ratios = torch.zeros(len(named), device=self._generators.device) if compared is None else compared.ratios
+        self.difference = over_ranks(compared, ratios, self._judge, self._tools)
+
+    def _compare(
+        self, named: Mapping[str, Tensor], first: Sequence[Tensor | None], again: Callable[[], Any]
+    ) -> Compared | None:
+        """Compares gradients with those of a second run; None if there was not enough memory."""
         with self._rewound(), torch.enable_grad():
-            again()
-            second = [parameter.grad for _, parameter in named]
-        pairs = [
-            (name, a, b) for (name, _), a, b in zip(named, first, second, strict=True) if a is not None or b is not None
-        ]
-        compared = compare(pairs, generators=self._generators)
-        self._compared["gradient"] = compared
-        self.difference = over_ranks(compared.ratios.amax(), self._tools)
+            # An error is caught in here: what the second run holds is then free before all is put back.
+            done = within_memory(lambda: (again(), True))
+            second = [parameter.grad for parameter in named.values()]
+        if done is None:
+            return None
+        pairs = [*zip(named, first, second, strict=True)]
+        return within_memory(lambda: compare(pairs, self._generators.device, generators=self._generators))
 
     @contextmanager
     def _rewound(self) -> Generator[None]:
@@ -128,47 +142,54 @@ class OneTensor:
 
 
 class RepeatUpdate(NoRepeat):
-    """Repeats the update of one tensor. `compared` receives the comparison."""
+    """Repeats the update of one tensor."""
 
-    def __init__(
-        self,
-        compared: MutableMapping[str, Compared],
-        state: TrainState,
-        chosen: tuple[dict[str, Any], Tensor],
-        tools: Tools,
-    ) -> None:
+    def __init__(self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor], tools: Tools) -> None:
         group, self._weight = chosen
-        self._compared, self._optimizer, self._tools = compared, state.optimizer, tools
+        self._judge, self._optimizer, self._tools = judge, state.optimizer, tools
         self._name = next((name for name, each in state.model.named_parameters() if each is self._weight), "a weight")
-        self._before = OneTensor.of(self._optimizer, group, self._weight)
+        self._before = within_memory(lambda: OneTensor.of(self._optimizer, group, self._weight))
 
     @torch.no_grad()
     def update(self, apply: Callable[[Optimizer], Any]) -> Number:
-        """Compares the update that was just applied with a second computation; returns the difference, 0-d fp32.
+        """Compares the update that was just applied with a second computation; returns the number, as `difference`.
 
         Args:
             apply: what was called with the optimizer.
         """
-        first = results(self._optimizer, self._weight)
-        second = self._before.updated(self._optimizer, apply)
+        before = self._before
+        compared = None if before is None else within_memory(lambda: self._compare(before, apply))
+        # One limit for all that an update writes: its tensors take turns, and each would be learnt too late.
+        ratio = torch.zeros((), device=self._weight.device) if compared is None else compared.ratios.amax()
+        return over_ranks(compared, ratio[None], self._judge, self._tools)
+
+    def _compare(self, before: OneTensor, apply: Callable[[Optimizer], Any]) -> Compared:
+        """Compares what the update has written with what it writes into copies."""
+        first, device = results(self._optimizer, self._weight), self._weight.device
+        second = before.updated(self._optimizer, apply)
         # Two names for each: a state that only one of them has differs too.
         names = {name: self._name if name == "weight" else f"{name} of {self._name}" for name in {**first, **second}}
 
         def again() -> Tensor:
-            third = self._before.updated(self._optimizer, apply)
-            return sums([third.get(name) for name in names], self._weight.device)
+            third = before.updated(self._optimizer, apply)
+            return sums([third.get(name) for name in names], device)
 
         pairs = [(text, first.get(name), second.get(name)) for name, text in names.items()]
-        compared = compare(pairs, again=again)
-        self._compared["update"] = compared
-        return over_ranks(compared.ratios.amax(), self._tools)
+        return compare(pairs, device, again=again)
 
 
-def over_ranks(difference: Tensor, tools: Tools) -> Tensor:
-    """Returns the largest difference over all ranks: all have the same step due, so all of them call it."""
-    difference = difference.clone()
-    tools.parallel.max_over_ranks_([difference])
-    return difference
+def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: Tools) -> Tensor:
+    """Returns by which number a repetition is judged, 0-d: equal on all ranks, all of which must call it.
+
+    A rank without a comparison calls it too, or the others would wait for it: all ranks then get `OUT_OF_MEMORY`.
+
+    Args:
+        compared: this rank's; None if its memory did not suffice.
+        ratios: fp32 `[tensors]`, its differences; 0 without a comparison.
+    """
+    everywhere, failed = ratios.clone(), torch.full((1,), float(compared is None), device=ratios.device)
+    tools.parallel.max_over_ranks_([everywhere, failed])
+    return torch.where(failed[0] > 0, OUT_OF_MEMORY, judge(compared, everywhere))
 
 
 def tensor_by_tensor(optimizer: Optimizer) -> bool:
@@ -182,8 +203,8 @@ def tensor_by_tensor(optimizer: Optimizer) -> bool:
     return known and ours and not isinstance(optimizer, LBFGS)
 
 
-def next_tensor(optimizer: Optimizer, turn: int) -> tuple[dict[str, Any], Tensor] | None:
-    """Returns the tensor whose turn it is, with its group; None if no tensor has a gradient.
+def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any], Tensor] | None:
+    """Returns the tensor whose turn it is, or without a turn the largest, with its group; None if none has a gradient.
 
     Leaves out weights in 16 bits: `precision=bf16_params` gives the optimizer others, and rounds them at random.
     """
@@ -193,7 +214,9 @@ def next_tensor(optimizer: Optimizer, turn: int) -> tuple[dict[str, Any], Tensor
         for weight in group["params"]
         if weight.grad is not None and not weight.grad.is_sparse and weight.dtype in (torch.float32, torch.float64)
     ]
-    return able[turn % len(able)] if able else None
+    if not able:
+        return None
+    return max(able, key=lambda each: each[1].numel()) if turn is None else able[turn % len(able)]
 
 
 def optimizer_of(optimizer: Optimizer, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Optimizer:
@@ -214,9 +237,32 @@ def results(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
     return {"weight": weight, **{name: each for name, each in state.items() if isinstance(each, Tensor)}}
 
 
+ALIGNMENT = 512
+"""Bytes to which PyTorch aligns memory on a card; on a CPU it is 64."""
+
+
 def copied(tensor: Tensor) -> Tensor:
-    """Copies a tensor, bit for bit and in its memory format, without its graph."""
-    return tensor.detach().clone()
+    """Copies a tensor, bit for bit and without its graph, into memory with the same strides and the same alignment.
+
+    A kernel may compute other bits from a view into a bucket than from a tensor with memory of its own: it reads
+    aligned values several at a time.
+    """
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(tensor, DTensor)
+        local, mesh = copied(tensor.to_local()), tensor.device_mesh
+        return DTensor.from_local(
+            local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    if hasattr(tensor, "__tensor_flatten__") or not can_be_written(tensor) or not tensor.numel():
+        return tensor.clone()
+    # Not by `data_ptr`, which tensors without values lack: every memory begins at a multiple of the alignment.
+    begin = tensor.storage_offset() % (ALIGNMENT // tensor.element_size())
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.new_empty(begin + reach + 1)
+    return memory.as_strided(tensor.shape, tensor.stride(), begin).copy_(tensor)
 
 
 def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
