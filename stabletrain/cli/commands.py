@@ -26,6 +26,9 @@ from stabletrain.parallel.ranks import drop_unread_output, exit_process
 from stabletrain.printable import printable, say
 from stabletrain.stored.trusted import OPTION, accepting
 
+MOST_TOKENS = 1_000_000
+"""Largest `--tokens` of `sample`."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the process's exit code."""
@@ -61,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ),
     ):
         command = commands.add_parser(name, help=help)
+        command.register("type", Path, place)
         add_arguments(command)
         if do in (sample, export, replay, whatif):  # they build what a run's record names
             command.add_argument(OPTION, action="store_true", help="run the code that a folder from elsewhere names")
@@ -92,6 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def place(word: str) -> Path:
+    """Returns a path that was typed. An empty one, as from an unset variable, would be the working folder."""
+    if not word:
+        raise argparse.ArgumentTypeError("empty, perhaps from a variable that is not set: name a file or a folder")
+    return Path(word)
+
+
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `sample`."""
     parser.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
@@ -115,6 +126,10 @@ def sample(chosen: argparse.Namespace) -> None:
     from stabletrain.trainer.contract import context_length, make_model
     from stabletrain.trainer.saved import config_of
 
+    if not -(2**63) <= chosen.seed < 2**64:
+        raise ConfigError(f"--seed {chosen.seed} is not a number of 64 bits: use one from 0 to {2**63 - 1}")
+    if chosen.tokens > MOST_TOKENS:
+        raise ConfigError(f"--tokens {chosen.tokens} is above {MOST_TOKENS:,}: they are printed at the end; use fewer")
     checkpoint = find(chosen.run, best=chosen.best)
     cfg = config_of(checkpoint)
     data = make(cfg, "data")

@@ -6,6 +6,7 @@ backward depend on are accepted, because one step cannot show the effect of othe
 """
 
 import contextlib
+import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -101,7 +102,7 @@ def overridden_config(
 
 def chosen_options(groups: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
     """The options that the overrides choose, directly or through a preset, for groups that act in a step."""
-    search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
+    search = [] if config_dir is None else [f"hydra.searchpath=[file://{os.path.realpath(config_dir)}]"]
     with hydra_errors_explained(groups, config_dir), initialize_config_dir(str(conf_folder()), version_base="1.3"):
         first, then = (compose("config", [*search, *more], return_hydra_config=True) for more in ([], groups))
         old, new = first.hydra.runtime.choices, then.hydra.runtime.choices
@@ -143,6 +144,8 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         ConfigError: the folder holds no incident that can be replayed, or an override cannot be tried.
         StabletrainError: the step could not be run.
     """
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir {config_dir} is not a folder: name the one that holds your config groups")
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder: use one of <run>/incidents/; `stabletrain diagnose <run>` lists them"

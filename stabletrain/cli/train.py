@@ -143,8 +143,8 @@ def absolute_config_path(word: str, before: str) -> str:
     """
     option, equals, value = word.partition("=")
     if equals and option in CONFIG_PATH:
-        return f"{option}={Path(value).resolve()}"
-    return str(Path(word).resolve()) if before in CONFIG_PATH else word
+        return f"{option}={os.path.realpath(value)}"
+    return os.path.realpath(word) if before in CONFIG_PATH else word
 
 
 def launch(main: Callable[[], Any], config_dir: Path) -> int:

@@ -18,6 +18,9 @@ from stabletrain.comparison.table import ENDLESS, in_one_line, ranked, show
 from stabletrain.errors import ConfigError
 from stabletrain.printable import say
 
+RECORDS = (".json", ".jsonl", ".yaml", ".safetensors")
+"""Endings of the files that a run consists of; a table never replaces one."""
+
 MISSING_SHOWN = 5
 """Maximum number of lines about missing runs, and of lines about copies."""
 
@@ -103,7 +106,11 @@ def check_arguments(rows: int, csv: Path | None, picture: Path | None, html: Pat
         raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")
     if picture is not None:
         check_name(picture)
+    if csv is not None and csv.suffix in RECORDS and csv.exists():
+        raise ConfigError(f"--csv {csv}: this file exists and is no table: name another, such as runs.csv")
     for file in (csv, html):
+        if file is not None and not file.name:
+            raise ConfigError(f"{file} is a folder: name a file in it")
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"{file}: the folder {file.parent} does not exist: create it first")
 

@@ -127,11 +127,15 @@ def parse_arguments(typed: list[str]) -> Arguments:
 
 
 def check_folders(typed: Arguments) -> None:
-    """Refuses an empty run folder, as from an unset variable: the run would write into the working folder.
+    """Refuses an empty folder, as from an unset variable: the run would write into the working folder.
 
     Raises:
-        ConfigError: `hydra.run.dir` or `hydra.sweep.dir` is typed without a value.
+        ConfigError: `hydra.run.dir`, `hydra.sweep.dir` or an option of Hydra is typed without a value.
     """
+    options = [*typed.options, ""]
+    for option, value in pairwise(options):
+        if (option in WITH_VALUE and not value) or (option[-1:] == "=" and option[:-1] in WITH_VALUE):
+            raise ConfigError(f"{option.removesuffix('=')} has no value: name one, or leave it out")
     for key, usual in (("hydra.run.dir", "outputs/<name>"), ("hydra.sweep.dir", "multirun/<name>")):
         if (value := typed.value(key)) is not None and not value.strip():
             raise ConfigError(

@@ -99,7 +99,7 @@ def check(cfg: DictConfig) -> None:
     values = dict(leaves(OmegaConf.to_container(cfg, resolve=True)))
     defaults = reference()
     check_keys(values, defaults)
-    check_groups(choices)
+    check_groups(choices, defaults)
     check_numbers(values, defaults)
     for key, lowest in LOWEST.items():
         if (value := values.get(key)) is not None and value < lowest:
@@ -213,9 +213,12 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         raise ConfigError(removed(missing[0]))
 
 
-def check_groups(groups: Iterable[str]) -> None:
-    """Refuses an empty mapping for a group (`model={}`), which changes nothing."""
+def check_groups(groups: Iterable[str], defaults: Iterable[str]) -> None:
+    """Refuses an empty mapping for a group (`model={}`), which changes nothing, and a list of options."""
     for override in job_overrides():
+        key, _, value = override.partition("=")
+        if value.startswith("[") and key not in groups and any(name.startswith(f"{key}.") for name in defaults):
+            raise ConfigError(f"{override}: a run has one option of {key}: write {key}={value.strip('[ ]')}")
         if override.partition("=")[2].replace(" ", "") == "{}" and key_of(override) in groups:
             raise ConfigError(
                 f"{override} changes nothing: name an option of {key_of(override)}, or set its keys one by one"

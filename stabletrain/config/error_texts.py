@@ -3,6 +3,7 @@
 Imports no torch, so that a mistyped command fails within a second.
 """
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,7 +31,7 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
     text = str(error)
     folders = [config_dir, *own_folders(typed)]
     for folder in folders[1:]:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # also of a name that is too long, unlike `Path.is_dir`
             return f"--config-dir {folder} does not exist: name the folder that holds your groups, such as my_conf"
     if "yaml" in origin:
         return f"a YAML file cannot be read: {' '.join(text.split())}"
@@ -175,7 +176,7 @@ def known_keys(config_dir: Path, typed: Arguments, options: dict[str, list[str]]
     """Returns all dotted keys of the configuration with the typed group choices; in a sweep, those of its first run."""
     chosen = [f"{key_of(o)}={o.partition('=')[2].split(',')[0]}" for o in typed.overrides if key_of(o) in options]
     chosen = [o for o in chosen if o.partition("=")[2] in options[key_of(o)]]
-    own = [f"file://{folder.resolve()}" for folder in own_folders(typed) if folder.is_dir()]
+    own = [f"file://{os.path.realpath(folder)}" for folder in own_folders(typed) if os.path.isdir(folder)]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
         cfg: Any = compose("config", [*chosen, *([f"hydra.searchpath=[{','.join(own)}]"] if own else [])])

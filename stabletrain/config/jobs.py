@@ -4,6 +4,7 @@
 same without a command line of their own. Hydra's global state is the same afterwards.
 """
 
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,9 +28,9 @@ def hydra(arguments: Arguments, config_dir: Path) -> Generator[str, None, None]:
     values = dict(zip(arguments.options, arguments.options[1:], strict=False))
     values |= {name: value for name, equals, value in (o.partition("=") for o in arguments.options) if equals}
     config_path = values.get("--config-path") or values.get("-cp") or config_dir
-    search = create_config_search_path(str(Path(config_path).resolve()))
+    search = create_config_search_path(os.path.realpath(config_path))
     for folder in own_folders(arguments):
-        search.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
+        search.prepend("command-line", f"file://{os.path.realpath(folder)}", SearchPathQuery(provider="schema"))
     GlobalHydra.instance().clear()
     version.setbase("1.3")
     try:

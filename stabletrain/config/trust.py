@@ -6,6 +6,7 @@ torch.nn, models of torchvision.models. Everything else that this user's own run
 state directory, as an empty file whose name is the hash of the record; `--trust` remembers a folder from elsewhere.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -147,7 +148,7 @@ def is_foreign(override: str) -> bool:
     key = parsed.key_or_group
     if key.startswith(("hydra.", "hydra/")) or key == "hydra":
         return key not in HARMLESS or "/" in override.partition("=")[2]
-    if ("/" in key or (conf_folder() / key).is_dir()) and "/" in override.partition("=")[2]:
+    if ("/" in key or os.path.isdir(conf_folder() / key)) and "/" in override.partition("=")[2]:
         return True
     if parsed.is_sweep_override():
         return "_target_" in override

@@ -72,7 +72,7 @@ class ImageFolder(Images):
         seed: int,
         workers: int | None = None,
     ) -> None:
-        if path is None:
+        if not path:  # also an empty one: it would be the working folder
             raise ConfigError("data.path is not set: data=imagefolder needs data.path=<folder of class folders>")
         if not 0 < val_fraction < 1:
             raise ConfigError(f"data.val_fraction={val_fraction} is not between 0 and 1: 0.1 holds out a tenth")

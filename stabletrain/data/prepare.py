@@ -88,7 +88,7 @@ def prepare(
     Raises:
         ConfigError: a value is out of range, there is nothing to read, or `out` is not empty.
     """
-    target = check_arguments(out, val_fraction, shard_tokens)
+    target = check_arguments(source, out, val_fraction, shard_tokens)
     coder = load_tokenizer(tokenizer)
     few, documents = huggingface(source, hf_config, hf_split, column) if hf else texts(source)
     dtype = np.dtype("uint8" if coder.vocab_size <= 2**8 else "uint16" if coder.vocab_size <= 2**16 else "uint32")
@@ -122,17 +122,21 @@ LONGEST = 200
 """Bytes of a folder's name: file systems allow 255, and `prepare` writes into a folder with a longer name first."""
 
 
-def check_arguments(out: str, val_fraction: float, shard_tokens: int) -> Path:
+def check_arguments(source: str, out: str, val_fraction: float, shard_tokens: int) -> Path:
     """Validates the arguments; returns the folder to write.
 
     Raises:
-        ConfigError: a value is out of range, or `out` is not an empty folder.
+        ConfigError: a value is missing or out of range, or `out` is not an empty folder.
     """
+    if not source or not out:
+        raise ConfigError(
+            "the source or the folder to write is empty, perhaps from a variable that is not set: name it"
+        )
     if not 0 < val_fraction < 1:
         raise ConfigError(f"--val-fraction={val_fraction} is not between 0 and 1: 0.01 is customary")
     if shard_tokens < 1:
         raise ConfigError(f"--shard-tokens={shard_tokens} is below 1")
-    target = Path(out).expanduser()
+    target = Path(os.path.abspath(Path(out).expanduser()))
     if (length := len(os.fsencode(target.name))) > LONGEST:
         raise ConfigError(f"{out[:40]}...: its name has {length} bytes, but names may have {LONGEST} here: shorten it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -172,7 +172,7 @@ class Text(Corpus):
         length_warmup: int = 0,
         length_start: int = 8,
     ) -> None:
-        if path is None:
+        if not path:  # also an empty one: it would be the working folder
             raise ConfigError("data.path is not set: data=text needs data.path=<file, folder or glob>")
         root, files = find_text(path, "data.path")
         super().__init__(

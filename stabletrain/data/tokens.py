@@ -78,7 +78,7 @@ class Tokens(Windows):
     def __init__(
         self, path: str | None, block_size: int, seed: int, length_warmup: int = 0, length_start: int = 8
     ) -> None:
-        if path is None:
+        if not path:  # also an empty one: it would be the working folder
             raise ConfigError(
                 "data.path is not set: data=tokens needs data.path=<folder that stabletrain prepare wrote>"
             )

@@ -10,6 +10,7 @@ variable of their module: then the weights are saved as well. `why_not_replayabl
 
 import importlib.machinery
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -218,7 +219,7 @@ def imported(record: Mapping[str, Any], folder: Path) -> tuple[Callable[..., Any
     spec = importlib.machinery.PathFinder.find_spec(first, [record["path"], *sys.path])  # imports nothing
     places = [record["path"], *([] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())])]
     for place in places:
-        if place is not None and Path(place).resolve().is_relative_to(folder_of_run(folder)):
+        if place is not None and Path(os.path.realpath(place)).is_relative_to(folder_of_run(folder)):
             raise ConfigError(f"{folder} holds the module '{first}' itself ({place}): no code is run from an incident")
     if record["path"] not in sys.path:
         sys.path.insert(0, record["path"])

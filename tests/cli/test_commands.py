@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,33 @@ def test_a_mistyped_command_is_answered_with_the_nearest(capsys, typed, hint):
         main([typed, "x"])
     assert ended.value.code == 2
     assert f"{typed}: there is no such command{hint}\ncommands: train, prepare, sample, " in capsys.readouterr().err
+
+
+EMPTY = [
+    *(["sample", ""], ["compare", ""], ["compare", "x", "--csv", ""], ["compare", "x", "--html", ""]),
+    *(["losses", "x", ""], ["diagnose", ""], ["forecast", ""], ["replay", ""], ["replay", "x", "--config-dir", ""]),
+    *(["export", "", "--to", "hf"], ["export", "x", "--to", "hf", "--out", ""], ["whatif", ""], ["sync", ""]),
+    *(["prepare", "", "x"], ["prepare", "x", ""]),
+]
+
+
+@pytest.mark.parametrize("typed", EMPTY, ids=" ".join)
+def test_an_empty_path_is_not_the_working_folder(tmp_path, monkeypatch, capsys, typed):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run.json", "x.txt", ".hydra/x", "wandb/offline-run-1/x.wandb"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("words")
+    before = {*tmp_path.rglob("*")}
+    with suppress(SystemExit):
+        assert main(typed) == 2
+    assert "empty, perhaps from a variable that is not set" in capsys.readouterr().err
+    assert {*tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("option", ["--html", "--csv"])
+def test_a_folder_without_a_name_is_no_file_to_write(tmp_path, capsys, option):
+    assert main(["compare", str(six_runs(tmp_path / "sweep")), option, "."]) == 2
+    assert ". is a folder: name a file in it" in capsys.readouterr().err
 
 
 def test_without_a_command_all_are_named(capsys):
@@ -286,3 +314,23 @@ def test_replay_passes_its_arguments_on_and_prints_text_or_json(monkeypatch, cap
     out = output_of(capsys, *typed, *["--json"] * json_)
     assert asked == [(Path("run/incidents/x"), ["precision=bf16", "zloss=palm"], Path("mine"))]
     assert (json.loads(out) if json_ else out) == ({"same_bits": True} if json_ else "the same bits\n")
+
+
+def test_a_link_to_itself_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert main(["replay", str(INCIDENT), "precision=bf16", "--config-dir", "loop"]) == 2
+    said = capsys.readouterr().err
+    assert "loop" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_beyond_64_bits_is_refused(trained, capsys, seed):
+    assert main(["sample", str(trained), f"--seed={seed}"]) == 2
+    assert f"--seed {seed} is not a number of 64 bits" in capsys.readouterr().err
+
+
+def test_more_tokens_than_a_user_waits_for_are_refused(trained, capsys):
+    assert main(["sample", str(trained), f"--tokens={commands.MOST_TOKENS + 1}"]) == 2
+    assert "--tokens 1000001 is above 1,000,000" in capsys.readouterr().err

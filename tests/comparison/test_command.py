@@ -234,3 +234,12 @@ def test_whatever_a_name_is_the_search_for_a_free_page_ends(sweep, tmp_path, cap
         (0, True) if kind == "pipe in a sweep" else (1 if kind == "long" else 2, False)
     )
     assert code == 0 or err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "1/run.json", "1/metrics.jsonl"])
+def test_a_table_never_replaces_a_record(sweep, capsys, name):
+    (sweep / "sweep.json").write_text("{}")
+    before = (sweep / name).read_bytes()
+    assert main(["compare", str(sweep), "--csv", str(sweep / name)]) == 2
+    assert "exists and is no table" in capsys.readouterr().err
+    assert (sweep / name).read_bytes() == before

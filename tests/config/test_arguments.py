@@ -286,3 +286,14 @@ def test_the_overrides_of_a_job_are_those_that_were_typed():
     with composed("seed='${steps}'"):
         assert job_overrides() == ["seed='${steps}'"]
         assert job_overrides("hydra") == []
+
+
+@pytest.mark.parametrize("option", ["--config-dir", "-cd", "--config-name", "--config-path"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_an_empty_option_of_hydra_is_refused(option, joined):
+    typed = [f"{option}="] if joined else [option, ""]
+    with pytest.raises(ConfigError, match=f"^{option} has no value"):
+        check_folders(parse_arguments([*typed, "seed=1"]))
+    with pytest.raises(ConfigError, match=f"^{option} has no value"):
+        check_folders(parse_arguments(["seed=1", *typed]))
+    check_folders(parse_arguments(["seed=1", option, "own"]))

@@ -245,6 +245,7 @@ def test_what_needs_logits_is_refused_with_another_objective(typed, message):
         ("wandb.tags=[[0]]", "wandb.tags=[[0]] is not a list of strings"),
         ("precision.fp32_modules=[1]", "precision.fp32_modules=[1] is not a list of strings"),
         ("model={}", "model={} changes nothing: name an option of model"),
+        ("model=[gpt_nano]", "model=[gpt_nano]: a run has one option of model: write model=gpt_nano"),
     ],
 )
 def test_nonsense_is_refused_by_name(typed, message):

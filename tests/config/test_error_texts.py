@@ -5,6 +5,7 @@ from hydra import compose, initialize_config_dir
 
 from stabletrain.config.arguments import parse_arguments
 from stabletrain.config.error_texts import explain, has, nearest, own_folders, unknown_option
+from stabletrain.program import conf_folder
 
 FILES = {
     "config.yaml": "defaults:\n  - _self_\n  - optimizer: adamw\n  - zloss: none\nsteps: 5\n",
@@ -155,3 +156,8 @@ def test_a_key_of_the_users_own_option_is_found_without_its_group(conf, tmp_path
     (tmp_path / "own" / "optimizer" / "mine.yaml").write_text("_target_: mine.Mine\nspecial: 1\n")
     words = ["--config-dir", str(tmp_path / "own"), "optimizer=mine", "--special", "2"]
     assert unknown_option(words, conf) == "--special 2: keys are written without dashes: optimizer.special=2"
+
+
+def test_a_configuration_folder_whose_name_is_too_long_does_not_exist():
+    typed = parse_arguments(["--config-dir", "x" * 300])
+    assert "does not exist" in (explain(ValueError("x"), conf_folder(), typed) or "")

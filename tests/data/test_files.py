@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from stabletrain.data.imagefolder import ImageFolder
 from stabletrain.data.prepare import prepare
 from stabletrain.data.text import Text
 from stabletrain.data.tokens import Tokens
@@ -37,3 +38,18 @@ def test_a_manifest_of_another_version_is_refused(tmp_path, text):
     (tmp_path / "out" / "meta.json").write_text(json.dumps(meta | {"version": 99}))
     with pytest.raises(ConfigError, match="has version 99"):
         Tokens(str(tmp_path / "out"), block_size=16, seed=0)
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_no_path_is_not_the_working_folder(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("words " * 1000)
+    for made in (
+        lambda: Text(path=path, block_size=8, val_fraction=0.1, seed=0),
+        lambda: Tokens(path=path, block_size=8, seed=0),
+        lambda: ImageFolder(
+            path, image_size=8, augment="none", val_fraction=0.1, cache_mb=0, mean=[0], std=[1], seed=0
+        ),
+    ):
+        with pytest.raises(ConfigError, match=r"^data.path is not set"):
+            made()

@@ -164,3 +164,9 @@ def test_what_holds_no_weights_is_one_clear_line(tmp_path):
     (tmp_path / "sweep" / "multirun.yaml").touch()
     with pytest.raises(ConfigError, match="this is a sweep: name one of its runs, such as sweep/0"):
         found(tmp_path / "sweep")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["y" * 200] * 30)], ids=["name", "path"])
+def test_a_name_that_is_too_long_is_no_folder(name):
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        there(name)

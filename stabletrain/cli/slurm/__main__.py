@@ -47,6 +47,9 @@ def main() -> int:
     except StabletrainError as error:
         say(f"slurm/launch.sh: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        say(f"slurm/launch.sh: {error}", file=sys.stderr)
+        return 1
     say(f"runs     {runs.folder}")
     if len(runs.overrides) * len(cards) > 1:
         say(f"then     stabletrain compare {shlex.quote(str(runs.folder))}")

@@ -4,6 +4,7 @@
 
 import argparse
 import configparser
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import NoReturn
 from stabletrain.config.arguments import Arguments, parse_arguments
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.program import in_checkout
+from stabletrain.stored.files import read_file
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,7 @@ def read_cluster(file: Path, name: str) -> Card:
     """
     config = configparser.ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
     try:
-        with file.open(encoding="utf-8") as lines:
-            config.read_file(lines)
+        config.read_string(read_file(file).decode(), str(file))
     except OSError as error:
         raise ConfigError(f"--cluster {file} cannot be read ({error.strerror}): see slurm/README.md") from error
     except (configparser.Error, UnicodeDecodeError) as error:
@@ -208,7 +209,7 @@ class Request:
         asked: dict[str, object] = {"--gpu": card, "--nodes": self.nodes if self.nodes > 1 else None}
         asked |= {"--gpus-per-node": self.gpus}
         asked |= {"--time": self.time, "--partition": self.partition, "--account": self.account}
-        asked |= {"--cluster": None if self.cluster == CLUSTER else self.cluster.resolve()}
+        asked |= {"--cluster": None if self.cluster == CLUSTER else Path(os.path.realpath(self.cluster))}
         return [word for name, value in asked.items() if value is not None for word in (name, str(value))]
 
 

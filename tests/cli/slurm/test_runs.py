@@ -1,11 +1,13 @@
 """The runs of a command line, as they would be submitted: expanded as Hydra does, with a word on what each card can."""
 
+import os
 import shlex
 
 import pytest
 
 from stabletrain.cli.slurm.request import read_cluster
 from stabletrain.cli.slurm.runs import environment_notes
+from stabletrain.errors import ConfigError
 
 
 @pytest.mark.slow
@@ -73,3 +75,9 @@ def test_a_sweep_in_an_experiments_file_is_expanded_as_hydra_does(launch, tmp_pa
     ]
     assert runs == [[f"seed={seed}", "optimizer.lr=0.5", "experiment=grid", "steps=9"] for seed in range(3)]
     assert "train.py --config-dir ../mine" in out
+
+
+def test_a_pipe_as_the_cluster_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "cluster.conf")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_cluster(tmp_path / "cluster.conf", "a100")
