@@ -219,7 +219,7 @@ def test_whatever_a_name_holds_the_page_has_no_html_no_link_and_no_heading_of_it
     link = Link(name, "forward", "float32", 1.0)
     found = replace(origin(), module=name, op=name, source=name, called_from=name, reason=name, chain=(link,))
     lost = Underflow(1024.0, 0.5, 0.25, 0.5, (Starved(name, 8, 0.75, 0.25, 0.6),))
-    outcomes = {**SPIKE.outcomes, "fp32": Outcome(False, None, None, None, name)}
+    outcomes = {**SPIKE.outcomes, "fp32": Outcome(not_run=name)}
     evidence = replace(SPIKE, origin=found, underflow=lost, outcomes=outcomes)
     given = [name, f"{name}=1", f"correct {name}"]
     also = [{"cause": "bad_batch", "confidence": 0.5, "verdict": name, "fix": given}]
