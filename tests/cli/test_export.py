@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 import stabletrain
 from stabletrain.cli.commands import main
 from stabletrain.cli.export import reads, tokenizer_of
+from stabletrain.config.recorded import read_config
+from stabletrain.stored.trusted import accepting
 from stabletrain.weights.to_safetensors import Safetensors
 from tests.runs import ROOT, TINY_GPT, composed, python
 from tests.weights.given import same
@@ -30,7 +33,8 @@ def place(tmp_path, monkeypatch):
         shutil.copytree(FIXTURES / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "plugin"))
-    stabletrain.load("plugin_run", trust=True)  # from now on, its model is trusted
+    with accepting():
+        read_config(Path("plugin_run/.hydra/config.yaml"))  # from now on, its model is trusted
     yield tmp_path
     sys.modules.pop("mine", None)
 
