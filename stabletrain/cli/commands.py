@@ -97,9 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def place(word: str) -> Path:
-    """Returns a path that was typed. An empty one, as from an unset variable, would be the working folder."""
+    """Returns a path that was typed.
+
+    An empty one, as from an unset variable, would be the working folder; one that is no UTF-8 cannot be opened by the
+    libraries that read weights and draw pictures.
+    """
     if not word:
         raise argparse.ArgumentTypeError("empty, perhaps from a variable that is not set: name a file or a folder")
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("the name is no UTF-8, so libraries cannot open it: rename it") from None
     return Path(word)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -334,3 +335,21 @@ def test_a_seed_beyond_64_bits_is_refused(trained, capsys, seed):
 def test_more_tokens_than_a_user_waits_for_are_refused(trained, capsys):
     assert main(["sample", str(trained), f"--tokens={commands.MOST_TOKENS + 1}"]) == 2
     assert "--tokens 1000001 is above 1,000,000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["sample", "compare", "diagnose", "forecast", "replay", "whatif"])
+def test_a_name_that_is_no_utf_8_is_refused_in_one_line(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    name = os.fsdecode(b"bad\xff")
+    Path(name).mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main([command, name])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("the name is no UTF-8, so libraries cannot open it: rename it\n")
+
+
+def test_so_is_one_below_the_folder_that_was_typed(tmp_path, capsys):
+    (tmp_path / os.fsdecode(b"bad\xff")).mkdir()
+    (tmp_path / os.fsdecode(b"bad\xff") / "run.json").write_text("{}")
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "bad\\udcff: its name is no UTF-8" in capsys.readouterr().err

@@ -261,7 +261,10 @@ def test_what_a_later_resume_has_changed_is_checked_too(run):
     assert read_base(run, 4).changes == ("model._target_=os.system",)
 
 
-@pytest.mark.parametrize("fix", ["model._target_=os.system", "experiment=../evil", "+hydra.callbacks.x._target_=a.b"])
+@pytest.mark.parametrize(
+    "fix",
+    ["model._target_=os.system", "schedule._target_=a.b", "experiment=../evil", "+hydra.callbacks.x._target_=a.b"],
+)
 def test_an_arm_that_a_recorded_fix_names_is_refused(run, fix):
     base = read_base(run, 4)
     [_, arm] = with_fixes([Arm("nothing")], [fix])

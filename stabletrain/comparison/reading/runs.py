@@ -54,6 +54,10 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
                 f"{folder} contains no runs: name a run folder or a sweep folder, such as multirun/<date>/<time>"
             )
         for run in runs:
+            try:
+                str(run).encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"{run}: its name is no UTF-8, so no table or page can hold it: rename it") from error
             found.setdefault(os.path.realpath(run), run)
     return [*found.values()]
 
