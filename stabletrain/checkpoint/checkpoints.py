@@ -19,7 +19,7 @@ from stabletrain.checkpoint.folder import Folder, OnEvent, find, kept, reason_of
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.sharded import RankShard
-from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, to_host
+from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, to_host, unsharded
 from stabletrain.checkpoint.writer import FullState
 from stabletrain.errors import ConfigError
 
@@ -170,7 +170,9 @@ class Checkpoints(NoCheckpoints):
         """
         self.wait()
         flatten({"info": info, "tree": tree})  # raise here, where the stack shows the caller
-        content = FullState(to_host(tree)) if place is None else RankShard(place, tree, self._background.ending)
+        content = (
+            FullState(to_host(unsharded(tree))) if place is None else RankShard(place, tree, self._background.ending)
+        )
         work = partial(self._attempt, step, content, to_host(dict(info)), healthy, val_loss, anchors, here)
         # Rank 0 alone publishes a sharded checkpoint, reports it, and deletes old ones.
         if isinstance(content, RankShard) and content.place.rank > 0:

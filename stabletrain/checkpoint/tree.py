@@ -185,6 +185,20 @@ def local_part(tensor: Any) -> Tensor:
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
+def unsharded(tree: Tree) -> Tree:
+    """Returns the same tree with each `Piece` as a tensor: in a run of one rank, its shard is the whole."""
+    match tree:
+        case Piece():
+            return tree.local
+        case Mapping():
+            return {key: unsharded(child) for key, child in tree.items()}
+        case list():
+            return [unsharded(child) for child in tree]
+        case tuple():
+            return tuple(unsharded(child) for child in tree)
+    return tree
+
+
 def gather_shards(tree: Tree, keep: bool) -> Tree:
     """Returns the same tree with every sharded tensor gathered, one at a time. All ranks must call it.
 

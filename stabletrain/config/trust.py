@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from stabletrain.config.moved import updated
+from stabletrain.config.moved import now, updated
 from stabletrain.program import conf_folder
 from stabletrain.stored.trusted import check_trusted, remember
 
@@ -101,7 +101,7 @@ def is_known(target: Any) -> bool:
     """Returns whether a target is in this package's `conf/`, or is an optimizer, a module or a model of PyTorch."""
     if not isinstance(target, str):
         return False
-    return target in own_targets() or is_of_torch(target)
+    return now(target) in own_targets() or is_of_torch(target)  # what has moved may have moved again
 
 
 @cache

@@ -90,7 +90,9 @@ def links_out(run: Path) -> Iterator[tuple[Path, Path]]:
     here = run.resolve()
     for part in PARTS:
         below = ((Path(place) / name for name in (*folders, *files)) for place, folders, files in os.walk(run / part))
-        for path in (run / part, *(chain.from_iterable(below) if not (run / part).is_symlink() else ())):
+        # W&B writes into new folders only, and makes such links itself, to the logs of its own process.
+        passed = (run / part).is_symlink() or part == "wandb"
+        for path in (run / part, *(() if passed else chain.from_iterable(below))):
             if path.is_symlink() and not (target := Path(os.path.realpath(path))).is_relative_to(here):
                 yield path, target
 

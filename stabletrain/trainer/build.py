@@ -148,7 +148,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         restore_state(cfg, rollback, guard, opened.tracker)
         if (changed := resumption.announce(opened.run_folder, opened.tracker)) is not None and acting(changed.keys):
             guard.begin_anew(None if changed.loss is None else changed.loss[1])
-            rollback.pin()
+            # More steps are no setting that could have ruined the run: its last state may have been bad already.
+            rollback.begin_anew(pin={*acting(changed.keys)} != {"steps"})
         opened.tracker.note(opening_lines(cfg, process, source, trained, tools, folder))
         if compiling.wanted(cfg.compile, process.device):
             compile_model(cfg, process, trained.state, tools, load, opened)

@@ -124,11 +124,15 @@ class Rollback:
         """Returns whether to take a snapshot after `step` steps."""
         return self._retained.due(step)
 
-    def pin(self) -> None:
-        """Keeps the present state, from which the run goes on with other settings; no rollback goes back beyond it."""
+    def begin_anew(self, *, pin: bool) -> None:
+        """Keeps the present state, from which the run goes on with other settings.
+
+        Args:
+            pin: whether no rollback may go back beyond it.
+        """
         if self._retained.target is None:
             return
-        if self._resumed_healthy:
+        if pin and self._resumed_healthy:
             self._retained.pin(self.state.step)
         self.take_snapshot()  # steps from before the change cannot be replayed to reach this state
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from benchmarks.fake_card import HEALTHY, HOST, READERS, WAITERS, HostRead, as_if_on_a_card
 from stabletrain import buffers, step
 from stabletrain.config.checks import check
+from stabletrain.data.to_device import ToDevice
 from stabletrain.errors import ConfigError
 from stabletrain.records import Batch, LossTerms
 from stabletrain.stability.clipping import NormClip
@@ -186,13 +187,13 @@ def test_every_objective_trains(tmp_path, typed):
 def test_images_from_files_go_to_the_card_as_bytes_and_are_completed_there(tmp_path, monkeypatch, augment):
     for number in range(12):
         picture(tmp_path / "set" / f"class{number % 2}" / f"{number}.png", number)
-    moved, real = [], Batch.to
+    moved, real = [], ToDevice.__call__
 
-    def noting(batch, device):
-        moved.append((batch, real(batch, device)))
+    def noting(to_device, batch):
+        moved.append((batch, real(to_device, batch)))
         return moved[-1][1]
 
-    monkeypatch.setattr(Batch, "to", noting)
+    monkeypatch.setattr(ToDevice, "__call__", noting)
     images = ["data=imagefolder", f"data.path={tmp_path / 'set'}", "data.image_size=8", "data.val_fraction=0.4"]
     chosen = [*SHORT, "model=resnet20", "model.depth=8", *images, f"data.augment={augment}", "batch_size=4"]
     assert trained(tmp_path / "run", "h100", *chosen).foreign == []
