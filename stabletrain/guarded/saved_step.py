@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,17 +138,6 @@ def closure_record(closure: Callable[..., Any], model: nn.Module) -> dict[str, A
     }
 
 
-class ClosureRecord(TypedDict):
-    """How another process imports a closure and finds its model; see `closure_record`."""
-
-    module: str
-    name: str
-    model: str
-    path: str
-    file: str
-    sha256: str | None
-
-
 @dataclass(frozen=True)
 class Replayed:
     """A step that was replayed from its folder.
@@ -178,7 +167,7 @@ def replay_step(folder: Path) -> Replayed:
     try:
         reading = files.reading_of(unflatten(scene["reading"], {}))
         batches, _ = kept["batches"], generators_of(kept["generators"], torch.device(scene["device"]))
-        check_type(scene["closures"], list[ClosureRecord], "closures")
+        check_type(scene["closures"], list[files.Closure], "closures")
         if not len(scene["closures"]) == len(batches) > 0:
             raise ValueError(f"{len(batches)} batches of {len(scene['closures'])} closures")
         _ = [scene[key] for key in ("loss_scale", "precision", "comparable")]

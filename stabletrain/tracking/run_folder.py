@@ -151,7 +151,9 @@ class RunFolder(NoRunFolder):
         earlier = self._claim_for(resuming)
         try:
             check_same_data(earlier.get("data", {}), data, self.path)
-            check_links(self.path) if earlier.get("id") else remember_links(self.path)
+            # A link is the user's own if it was there before any run; a record may be missing.
+            begun = self._holds_run(earlier) or any(self.path.glob("checkpoints/step-*"))
+            check_links(self.path) if begun else remember_links(self.path)
         except ConfigError:
             self._release()
             raise
@@ -191,17 +193,22 @@ class RunFolder(NoRunFolder):
             ) from error
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            earlier, metrics = self._earlier_record(), self.path / "metrics.jsonl"
+            earlier = self._earlier_record()
             self._claim(earlier)
         except OSError as error:
             raise self._unwritable(error) from error
-        if not resuming and (earlier.get("id") or (metrics.is_file() and metrics.stat().st_size)):
+        if not resuming and self._holds_run(earlier):
             self._release()
             raise ConfigError(
                 f"hydra.run.dir={self.path} already holds run {earlier.get('id')} ({earlier.get('status')}): continue "
                 "it with resume=auto, or choose another hydra.run.dir"
             )
         return earlier
+
+    def _holds_run(self, earlier: Mapping[str, Any]) -> bool:
+        """Returns whether a run was begun in the folder: its `run.json` says so, or it has metrics."""
+        metrics = self.path / "metrics.jsonl"
+        return bool(earlier.get("id") or (metrics.is_file() and metrics.stat().st_size))
 
     def _earlier_record(self) -> dict[str, Any]:
         """Returns the existing `run.json`; empty if there is none. Says what is wrong with a damaged one."""

@@ -57,7 +57,7 @@ class Weights:
 
 
 SLOW = 1000, 4e9
-"""From how many layers, or bytes of weights, on a model takes so long to build that the user is told first."""
+"""Number of layers, and bytes of weights, from which a model takes so long to build that the user is told first."""
 
 
 def check_memory(cfg: DictConfig, process: Any, data: Any, sizes: Mapping[str, Any]) -> str:

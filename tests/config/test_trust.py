@@ -419,6 +419,18 @@ def test_a_run_as_the_working_folder_is_not_searched_for_modules(tmp_path, monke
     assert (str(tmp_path) in sys.path) == (not sign)
 
 
+@pytest.mark.parametrize("link", ["checkpoints", "incidents"])
+def test_nothing_is_written_through_a_link_in_a_folder_whose_record_is_missing(run, tmp_path, link):
+    target, place = tmp_path / "valuable", run / link
+    shutil.move(place, target)
+    place.symlink_to(target)
+    (run / "run.json").unlink()
+    before = {*target.rglob("*")}
+    with pytest.raises(ConfigError, match="is a link to"):
+        stabletrain.train([*TINY, f"resume={run}", "steps=9"])
+    assert {*target.rglob("*")} == before
+
+
 @pytest.mark.parametrize("link", ["checkpoints", "incidents", "export", "whatif/step-00000000", "wandb"])
 def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_path, capsys, link):
     target, place = tmp_path / "valuable", run / link

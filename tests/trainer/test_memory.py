@@ -36,7 +36,7 @@ class NotOnMeta(torch.nn.Linear):
 
 
 def said(*typed, limit=10**9, device="cpu", ranks=1, **choices):
-    """Returns what a user is told of a configuration on a machine with `limit` bytes; empty if nothing."""
+    """Returns the message for a configuration on a machine with `limit` bytes; empty if there is none."""
     process = SimpleNamespace(
         ranks=Ranks(world_size=ranks, local_world_size=ranks),
         device=torch.device(device),
