@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from stabletrain.checkpoint.tree import flatten, to_host, unflatten
+from stabletrain.checkpoint.tree import Piece, flatten, to_host, unflatten, unsharded
 from stabletrain.checkpoint.writer import DTYPES, pieces
 
 
@@ -19,6 +19,15 @@ def through_json(tree):
 
 def bits(value: float) -> bytes:
     return struct.pack("<d", value)
+
+
+def test_the_pieces_of_one_rank_are_tensors_again_wherever_they_are():
+    """A snapshot of FSDP with one rank has them, and its checkpoint is written whole."""
+    local = torch.arange(3.0)
+    piece = Piece(local, None, None, local.shape, local.stride())
+    found = unsharded({"a": [piece, 1], "b": (piece, {"c": piece}), "d": local})
+    assert all(each is local for each in (found["a"][0], found["b"][0], found["b"][1]["c"], found["d"]))
+    assert (found["a"][1], type(found["b"])) == (1, tuple)
 
 
 @pytest.mark.parametrize(

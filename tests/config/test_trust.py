@@ -425,6 +425,7 @@ def test_nothing_is_written_through_a_link_in_a_folder_whose_record_is_missing(r
     shutil.move(place, target)
     place.symlink_to(target)
     (run / "run.json").unlink()
+    (run / "metrics.jsonl").unlink()
     before = {*target.rglob("*")}
     with pytest.raises(ConfigError, match="is a link to"):
         stabletrain.train([*TINY, f"resume={run}", "steps=9"])
@@ -447,6 +448,12 @@ def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_p
     assert {*target.rglob("*")} == before
     assert stabletrain.train([f"resume={run}", "steps=9", "--trust"]).status == "finished"
     assert stabletrain.train([f"resume={run}", "steps=10"]).status == "finished"
+
+
+def test_the_links_that_wandb_makes_itself_are_no_strangers(run, tmp_path):
+    (run / "wandb" / "run-x").mkdir(parents=True)
+    (run / "wandb" / "run-x" / "debug.log").symlink_to(tmp_path / "cache")
+    assert stabletrain.train([f"resume={run}", "steps=9"]).status == "finished"
 
 
 def test_a_link_that_is_there_before_ones_own_run_begins_is_trusted(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from torch import nn
 
 import stabletrain.trainer.stages
 from stabletrain.config.make import make
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, WrongCard
 from stabletrain.machine import hardware
 from stabletrain.machine.hardware import Usage, flops_per_sample, peak_flops
 from stabletrain.tracking.metrics import read_jsonl
@@ -115,7 +115,7 @@ def test_ranks_that_see_one_card_each_are_told_what_they_see(cards, monkeypatch)
 def test_a_card_that_the_build_of_pytorch_does_not_support_is_refused(cards, monkeypatch, wanted):
     cards(2, (7, 0))
     reason = "Some Card has compute capability 7.0, .* not compiled for: it has sm_75, sm_80, sm_90; .*whl/cu126; "
-    with pytest.raises(ConfigError, match=f"device={wanted}: {reason}or train on the CPU with device=cpu"):
+    with pytest.raises(WrongCard, match=f"device={wanted}: {reason}or train on the CPU with device=cpu"):
         hardware.pick(wanted)
     assert hardware.pick("cpu") == CPU
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_75"])
