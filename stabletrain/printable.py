@@ -6,6 +6,7 @@ colours and titles, or turn the direction of what follows. Every other character
 
 import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 CONTROL = re.compile(
@@ -43,3 +44,14 @@ def say(text: object = "", *, file: Any = None, end: str = "\n", flush: bool = F
     except UnicodeEncodeError:
         encoding = getattr(stream, "encoding", None) or "ascii"
         print(words.encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=flush)
+
+
+def warn(message: str) -> None:
+    """Prints one line to standard error. Ignores a closed stream."""
+    with suppress(OSError):
+        say(f"stabletrain: {message}", file=sys.stderr)
+
+
+def is_round(count: int) -> bool:
+    """Returns whether a repeated message is logged at this count: at 1, 2, 3, 10, 100, 1000 and so on."""
+    return count <= 3 or count in (10**power for power in range(1, 9))

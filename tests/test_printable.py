@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import stabletrain
-from stabletrain.printable import CONTROL, one_line, printable, say
+from stabletrain.printable import CONTROL, is_round, one_line, printable, say
 
 NASTY = {
     "\x1b[31mred": r"\x1b[31mred",
@@ -47,3 +47,8 @@ def test_no_file_of_the_package_prints_in_another_way():
         names = [call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls]
         assert "print_exc" not in names, file
         assert not any(isinstance(call, ast.Name) and call.id == "print" for call in calls), file
+
+
+def test_repeated_messages_are_logged_less_and_less_often():
+    assert [count for count in range(1, 2001) if is_round(count)] == [1, 2, 3, 10, 100, 1000]
+    assert is_round(10**6)

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.checkpoint import sharded, writer
-from stabletrain.checkpoint.folder import Folder, OnEvent, find, kept, reason_of, superseded, warn
+from stabletrain.checkpoint.folder import Folder, OnEvent, find, kept, reason_of, superseded
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.sharded import RankShard
 from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, to_host, unsharded
 from stabletrain.checkpoint.writer import FullState
 from stabletrain.errors import ConfigError
+from stabletrain.printable import warn
 
 
 class Background:

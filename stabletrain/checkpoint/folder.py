@@ -16,14 +16,12 @@ would take as long as writing it. Checkpoints known to be damaged do not count.
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from stabletrain.checkpoint.reader import MANIFEST, Checkpoint, UnusableCheckpoint, peek, verify
 from stabletrain.errors import ConfigError
-from stabletrain.printable import say
+from stabletrain.printable import warn
 
 OnEvent = Callable[[str, int, dict], None]
 """Receives an event's kind, its step and its fields. Also called from the writing thread."""
@@ -35,12 +33,6 @@ ShowLine = Callable[[str], None]
 def silent(kind: str, step: int, fields: dict) -> None:
     """Ignores the event: an `OnEvent` for reading without a run."""
     del kind, step, fields
-
-
-def warn(message: str) -> None:
-    """Prints one line to stderr; ignores a closed stderr."""
-    with suppress(OSError):
-        say(f"stabletrain: {message}", file=sys.stderr)
 
 
 def reason_of(error: OSError) -> str:

@@ -77,12 +77,12 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
     run_on_main,
 )
-from stabletrain.printable import printable, say
+from stabletrain.printable import printable, say, warn
 from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
 from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import read_run_record
-from stabletrain.tracking.metrics import replace, warn
+from stabletrain.tracking.metrics import replace
 from stabletrain.tracking.progress import Progress
 
 if TYPE_CHECKING:

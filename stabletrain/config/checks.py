@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from stabletrain.config.arguments import job_overrides, key_of
 from stabletrain.config.interpolation import check_resolves, removed
 from stabletrain.config.make import leaves, make
+from stabletrain.config.resuming import show
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.parallel.ranks import Ranks, current_ranks
 from stabletrain.stability.schedule import LearningRate, ScheduleKind, WarmupKind
@@ -280,11 +281,6 @@ def kind_of(default: Any) -> str:
         str: "a string",
     }
     return words.get(type(default), f"of type {type(default).__name__}")
-
-
-def show(value: Any) -> str:
-    """Formats a value as it is typed on the command line."""
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:

@@ -91,10 +91,6 @@ class InStep(Scaling):
             return False
         return torch.isfinite(terms.total) & ~torch.isfinite(norms.total) & (torch.as_tensor(scale) > FLOOR)
 
-    def close(self, gate: Tensor, overflow: Tensor | bool) -> Tensor:
-        """Returns the gate, closed on overflow."""
-        return gate & torch.logical_not(overflow) if isinstance(overflow, Tensor) else gate
-
     def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
         """Does nothing: the loop runs the optimizer's step and updates its scaler."""
 

@@ -40,6 +40,7 @@ from stabletrain.guarded.spikes import bounds
 from stabletrain.guarded.states import Loader, states
 from stabletrain.guarded.subject import LoopSubject, compiled_frames
 from stabletrain.monitors.rolling import Alarm
+from stabletrain.printable import is_round
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.stability.guard.comparing import sums
@@ -738,8 +739,3 @@ def put_back(saved: SavedBuffers, device: torch.device) -> None:
     """Gives the buffers the values that were saved."""
     saved.buffers.put_back()
     saved.buffers.restore_(saved, torch.zeros((), dtype=torch.bool, device=device))
-
-
-def is_round(count: int) -> bool:
-    """Returns whether a repeated message is logged at this count: at 1, 2, 3, 10, 100, 1000 and so on."""
-    return count <= 3 or count in (10**power for power in range(1, 9))

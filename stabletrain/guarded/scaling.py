@@ -56,7 +56,7 @@ class Scaling:
 
     def close(self, gate: Tensor, overflow: Tensor | bool) -> Tensor:
         """Returns the gate, closed on overflow."""
-        return self.precision.close(gate, overflow)
+        return gate & torch.logical_not(overflow) if isinstance(overflow, Tensor) else gate
 
     def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
         """Runs the optimizer's step if it is applied, and adjusts the scale."""
@@ -120,10 +120,6 @@ class TorchScaling(Scaling):
             return False
         finite_loss, finite_norm = (torch.stack([terms.total, norms.total]).abs() < math.inf).unbind()
         return finite_loss & ~finite_norm & (self.loss_scale() > FLOOR)
-
-    def close(self, gate: Tensor, overflow: Tensor | bool) -> Tensor:
-        """Returns the gate, closed on overflow."""
-        return gate & torch.logical_not(overflow) if isinstance(overflow, Tensor) else gate
 
     def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
         """Runs the optimizer's step through the scaler if it is applied, and adjusts the scaler.

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import stat
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.printable import say
+from stabletrain.printable import warn
 from stabletrain.stored.files import read_words
 from stabletrain.stored.json_files import parse
 from stabletrain.stored.lines import is_line
@@ -229,12 +228,6 @@ def replace(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-def warn(message: str) -> None:
-    """Prints a warning to standard error. Ignores a closed stream."""
-    with suppress(OSError):
-        say(f"stabletrain: {message}", file=sys.stderr)
 
 
 def now() -> str:

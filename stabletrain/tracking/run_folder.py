@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.printable import printable
+from stabletrain.printable import printable, warn
 from stabletrain.program import started
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import RUN, read_run_record
 from stabletrain.stored.trusted import check_links, remember_links
-from stabletrain.tracking.metrics import now, numbers, plain, replace, warn
+from stabletrain.tracking.metrics import now, numbers, plain, replace
 
 STATUSES = ("running", "finished", "halted", "preempted", "failed")
 

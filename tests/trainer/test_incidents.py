@@ -16,7 +16,6 @@ from stabletrain.trainer.incidents import (
     handle_incident,
     investigate_alarm,
     investigate_skip,
-    is_round,
     make_repro,
 )
 from tests.trainer.given import CPU, Handler, batch, executed, make_run, reading
@@ -208,11 +207,6 @@ def test_the_state_given_to_an_investigation_is_older_than_the_step():
     (asked,) = run.forensics.handler.asked
     assert asked["states"].gather() is run.state.model
     assert asked["states"].gather_older() == {"step": 6}
-
-
-def test_repeated_messages_are_logged_less_and_less_often():
-    assert [count for count in range(1, 2001) if is_round(count)] == [1, 2, 3, 10, 100, 1000]
-    assert is_round(10**6)
 
 
 def test_a_replay_reads_the_batch_as_the_model_read_it():

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from stabletrain.tracking.metrics import replace, warn
+from stabletrain.printable import warn
+from stabletrain.tracking.metrics import replace
 
 
 class NoPage:
