@@ -93,3 +93,11 @@ def check_moments(betas: Sequence[float], eps: float) -> None:
             f"optimizer.eps={eps} is outside [{SMALLEST_EPS:.3g}, 1]: below fp32's smallest normal number the update "
             "could divide by 0, above 1 it would ignore the second moment; 1e-8 is customary"
         )
+
+
+def check_momentum(momentum: float, nesterov: bool, customary: float) -> None:
+    """Raises ConfigError if the momentum is out of bounds, or if Nesterov momentum has none."""
+    if not 0 <= momentum < 1:
+        raise ConfigError(f"optimizer.momentum={momentum} is outside [0, 1): {customary} is customary")
+    if nesterov and not momentum:
+        raise ConfigError("optimizer.nesterov=true with optimizer.momentum=0 does nothing: set a momentum")

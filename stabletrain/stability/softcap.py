@@ -18,6 +18,9 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 
+Queries, Keys = Float[Tensor, "batch head query dim"], Float[Tensor, "batch head key dim"]
+"""Queries and outputs of attention, and its keys and values."""
+
 
 def softcap(x: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
     """Returns `cap * tanh(x / cap)` in fp32; fp64 stays fp64."""
@@ -35,15 +38,7 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Bool[Tensor, "
 class NoSoftcap:
     """PyTorch's fused attention, and unchanged final logits."""
 
-    def attend(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch head key dim"],
-        v: Float[Tensor, "batch head key dim"],
-        *,
-        is_causal: bool,
-        dropout_p: float,
-    ) -> Float[Tensor, "batch head query dim"]:
+    def attend(self, q: Queries, k: Keys, v: Keys, *, is_causal: bool, dropout_p: float) -> Queries:
         """Returns `softmax(q k^T / sqrt(dim)) v`, in the dtype of `v`."""
         queries, keys = q.shape[-2], k.shape[-2]
         if not is_causal or queries == keys:
@@ -78,15 +73,7 @@ class Gemma2Softcap:
                     f"softcap.{name}={cap} is not a finite number above 0: use softcap=none for no softcap"
                 )
 
-    def attend(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch head key dim"],
-        v: Float[Tensor, "batch head key dim"],
-        *,
-        is_causal: bool,
-        dropout_p: float,
-    ) -> Float[Tensor, "batch head query dim"]:
+    def attend(self, q: Queries, k: Keys, v: Keys, *, is_causal: bool, dropout_p: float) -> Queries:
         """Returns `softmax(softcap(q k^T / sqrt(dim))) v`, in the dtype of `v`, with the softmax in fp32."""
         scores = softcap((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), self.attention_cap)
         if is_causal:  # mask after the cap, because the cap would turn -inf into a finite score

@@ -47,7 +47,15 @@ from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import Clipped, GradNorms
-from stabletrain.stability.clipping.fixed import Stateless, counts, in_parts, multiply_, shortening, whole
+from stabletrain.stability.clipping.fixed import (
+    Stateless,
+    check_above_zero,
+    counts,
+    in_parts,
+    multiply_,
+    shortening,
+    whole,
+)
 from stabletrain.stability.parameter_roles import classifier
 
 
@@ -76,12 +84,8 @@ class AGC(Stateless):
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
-        for name, usual in (("clipping", 0.01), ("eps", 1e-3)):
-            if not (value := getattr(self, name)) > 0:
-                raise ConfigError(
-                    f"clipping.{name}={value} is not above 0: no gradient would be left; {usual} is customary, "
-                    "clipping=none switches clipping off"
-                )
+        check_above_zero("clipping", self.clipping, "0.01 is customary, ")
+        check_above_zero("eps", self.eps, "0.001 is customary, ")
         if self.eps > 1:
             raise ConfigError(f"clipping.eps={self.eps} is above 1: no weight would be as large; 0.001 is customary")
 
@@ -126,11 +130,7 @@ class AdaGC:
     _gamma: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise ConfigError(
-                f"clipping.max_norm={self.max_norm} is not above 0: 1.0 is customary, "
-                "clipping=none switches clipping off"
-            )
+        check_above_zero("max_norm", self.max_norm, "1.0 is customary, ")
         if not self.growth > 1:
             raise ConfigError(
                 f"clipping.growth={self.growth} is not above 1: no norm could ever rise again; 1.05 is customary"
@@ -207,11 +207,8 @@ class ZClip:
     _statistics: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, usual in (("max_norm", 1.0), ("z_threshold", 2.5)):
-            if not (value := getattr(self, name)) > 0:
-                raise ConfigError(
-                    f"clipping.{name}={value} is not above 0: {usual} is customary, clipping=none switches clipping off"
-                )
+        check_above_zero("max_norm", self.max_norm, "1.0 is customary, ")
+        check_above_zero("z_threshold", self.z_threshold, "2.5 is customary, ")
         if not 0 < self.alpha < 1:
             raise ConfigError(f"clipping.alpha={self.alpha} is outside (0, 1): 0.97 is customary")
         if self.warmup_steps < 2:

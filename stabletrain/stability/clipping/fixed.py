@@ -42,6 +42,15 @@ class Stateless:
         del state
 
 
+def check_above_zero(name: str, value: float, customary: str = "") -> None:
+    """Raises ConfigError unless a bound is above 0; `customary` is advice such as `1.0 is customary, `."""
+    if not value > 0:
+        raise ConfigError(
+            f"clipping.{name}={value} is not above 0: no gradient would be left; {customary}clipping=none switches "
+            "clipping off"
+        )
+
+
 def multiply_(model: nn.Module, factor: Float32[Tensor, ""]) -> None:
     """Multiplies every gradient by `factor`, in place."""
     if found := gradients(model):
@@ -104,11 +113,7 @@ class NormClip(Stateless):
     max_norm: float
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise ConfigError(
-                f"clipping.max_norm={self.max_norm} is not above 0: no gradient would be left; "
-                "use clipping=none to switch clipping off"
-            )
+        check_above_zero("max_norm", self.max_norm)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
@@ -135,11 +140,7 @@ class ValueClip(Stateless):
     clip_value: float
 
     def __post_init__(self) -> None:
-        if not self.clip_value > 0:
-            raise ConfigError(
-                f"clipping.clip_value={self.clip_value} is not above 0: no gradient would be left; "
-                "use clipping=none to switch clipping off"
-            )
+        check_above_zero("clip_value", self.clip_value)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
@@ -179,11 +180,7 @@ class PerModuleClip(Stateless):
     max_norm: float
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:
-            raise ConfigError(
-                f"clipping.max_norm={self.max_norm} is not above 0: no gradient would be left; "
-                "use clipping=none to switch clipping off"
-            )
+        check_above_zero("max_norm", self.max_norm)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:

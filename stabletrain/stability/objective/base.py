@@ -4,11 +4,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, SupportsFloat
 
 import numpy as np
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, LossTerms
+
+Count = Int[Tensor, ""] | Float[Tensor, ""]
+"""A number of targets, on the device."""
 
 
 class Objective:

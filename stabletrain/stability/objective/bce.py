@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
-from stabletrain.stability.objective.base import Objective, fitted, mean
+from stabletrain.stability.objective.base import Count, Objective, fitted, mean
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,7 @@ class BCE(Objective):
         """Refuses outputs of another shape than the targets."""
         fitted(outputs, targets, "objective=bce")
 
-    def __call__(
-        self,
-        outputs: Float[Tensor, "batch ..."],
-        batch: Batch,
-        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
-    ) -> LossTerms:
+    def __call__(self, outputs: Float[Tensor, "batch ..."], batch: Batch, n_valid: Count) -> LossTerms:
         """Returns this micro-batch's share of the mean over all valid targets; see `Objective`."""
         return LossTerms(self.each(outputs, batch.targets).sum() / n_valid)
 

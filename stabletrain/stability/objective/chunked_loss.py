@@ -26,7 +26,7 @@ from stabletrain.machine.compiling import compiled_with
 from stabletrain.machine.hardware import device_memory
 from stabletrain.protocols import Precision, Tools
 from stabletrain.records import LOGITS_AT_ONCE, Batch, LossTerms, Number
-from stabletrain.stability.objective.base import Objective
+from stabletrain.stability.objective.base import Count, Objective
 from stabletrain.stability.objective.cross_entropy import CrossEntropy
 
 
@@ -133,10 +133,7 @@ class ChunkedLoss:
         return headless
 
     def __call__(
-        self,
-        outputs: Float[Tensor, "batch *time classes"] | ChunkedLogits,
-        batch: Batch,
-        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
+        self, outputs: Float[Tensor, "batch *time classes"] | ChunkedLogits, batch: Batch, n_valid: Count
     ) -> LossTerms:
         """Returns the terms of the plain objective; of these only `total` has a graph."""
         if not isinstance(outputs, ChunkedLogits):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch, LossTerms
-from stabletrain.stability.objective.base import Objective, mean
+from stabletrain.stability.objective.base import Count, Objective, mean
 
 
 def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tensor, " n"]:
@@ -45,11 +45,7 @@ class NoZLoss:
     """No z-loss."""
 
     def add(
-        self,
-        ce: Float[Tensor, ""],
-        logits: Float[Tensor, "n classes"],
-        targets: Int[Tensor, " n"],
-        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
+        self, ce: Float[Tensor, ""], logits: Float[Tensor, "n classes"], targets: Int[Tensor, " n"], n_valid: Count
     ) -> LossTerms:
         """Returns the cross-entropy alone."""
         del logits, targets, n_valid
@@ -70,11 +66,7 @@ class ZLoss:
             )
 
     def add(
-        self,
-        ce: Float[Tensor, ""],
-        logits: Float[Tensor, "n classes"],
-        targets: Int[Tensor, " n"],
-        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
+        self, ce: Float[Tensor, ""], logits: Float[Tensor, "n classes"], targets: Int[Tensor, " n"], n_valid: Count
     ) -> LossTerms:
         """Returns the sum of both; only rows with a valid target get a gradient of the z-loss."""
         zloss = z_loss(logits, self.coefficient).masked_fill(targets == IGNORE_INDEX, 0.0).sum() / n_valid
@@ -127,12 +119,7 @@ class CrossEntropy(Objective):
         self.check_targets(targets)
         check_logits(outputs, targets)
 
-    def __call__(
-        self,
-        outputs: Float[Tensor, "batch *time classes"],
-        batch: Batch,
-        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
-    ) -> LossTerms:
+    def __call__(self, outputs: Float[Tensor, "batch *time classes"], batch: Batch, n_valid: Count) -> LossTerms:
         """Returns this micro-batch's share of the step's mean loss, in fp32, with its graph.
 
         Args:
@@ -146,12 +133,7 @@ class CrossEntropy(Objective):
         self.check(outputs, batch.targets)
         return self.of_rows(outputs.flatten(0, -2), batch.targets.flatten(), n_valid)
 
-    def of_rows(
-        self,
-        logits: Float[Tensor, "n classes"],
-        targets: Int[Tensor, " n"],
-        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
-    ) -> LossTerms:
+    def of_rows(self, logits: Float[Tensor, "n classes"], targets: Int[Tensor, " n"], n_valid: Count) -> LossTerms:
         """Returns the loss of some rows of logits, divided by `n_valid`."""
         rows = logits.float()
         ce = F.cross_entropy(

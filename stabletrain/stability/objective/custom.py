@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from stabletrain.errors import ConfigError
 from stabletrain.records import Batch, LossTerms
 from stabletrain.stability.objective.base import Objective, mean
+from stabletrain.stability.precision.autocast import widen
 
 
 class Custom(Objective):
@@ -65,7 +66,7 @@ class Custom(Objective):
         Raises:
             ConfigError: the user's loss returned something else than a scalar or `LossTerms`.
         """
-        found = self.function(in_fp32(outputs), batch, n_valid)
+        found = self.function(widen(outputs), batch, n_valid)
         if isinstance(found, Tensor):
             if found.ndim:
                 raise ConfigError(
@@ -116,7 +117,7 @@ class Custom(Objective):
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Sums the loss, its terms and the user's metrics over a validation batch."""
-        outputs = in_fp32(outputs)
+        outputs = widen(outputs)
         count = batch.count_targets()
         terms = self(outputs, batch.of_step(1.0), torch.full((), max(count, 1), device=batch.targets.device))
         weight = len(batch) if self._scalar else count
@@ -160,17 +161,3 @@ def double(value: Tensor | float, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().double()
     return torch.full((), float(value), dtype=torch.float64, device=like.device)
-
-
-def in_fp32(outputs: Any) -> Any:
-    """Returns outputs with every fp16 and bf16 tensor in fp32; looks into tuples, lists and dicts."""
-    match outputs:
-        case Tensor():
-            return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
-        case dict():
-            return type(outputs)({key: in_fp32(value) for key, value in outputs.items()})
-        case tuple() if hasattr(outputs, "_fields"):
-            return type(outputs)(*map(in_fp32, outputs))
-        case tuple() | list():
-            return type(outputs)(map(in_fp32, outputs))
-    return outputs

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import Batch, LossTerms
-from stabletrain.stability.objective.base import Objective, fitted, mean
+from stabletrain.stability.objective.base import Count, Objective, fitted, mean
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,7 @@ class MSE(Objective):
         self.check_targets(targets)
         fitted(outputs, targets, "objective=mse")
 
-    def __call__(
-        self,
-        outputs: Float[Tensor, "batch ..."],
-        batch: Batch,
-        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
-    ) -> LossTerms:
+    def __call__(self, outputs: Float[Tensor, "batch ..."], batch: Batch, n_valid: Count) -> LossTerms:
         """Returns this micro-batch's share of the mean over all elements; see `Objective`."""
         self.check_targets(batch.targets)
         wanted = batch.targets.float()

@@ -32,7 +32,8 @@ uses the full learning rate.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +54,14 @@ from stabletrain.stability.parameter_roles import check_moments, check_rates, de
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """`torch.optim.AdamW`.
+class AdamSettings:
+    """What AdamW and its variants have in common.
 
     Attributes:
         lr: peak learning rate; warmup and schedule multiply it.
         betas: decay rates of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment; above 0.
         weight_decay: decoupled weight decay, at least 0.
-        fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
         decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
     """
 
@@ -69,54 +69,44 @@ class AdamW:
     betas: Sequence[float]
     eps: float
     weight_decay: float
-    fused: bool = True
-    decay: str = "coupled"
+    decay: str = field(default="coupled", kw_only=True)
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
         check_moments(self.betas, self.eps)
         decay_per_rate(self.lr, self.weight_decay, self.decay)
 
-    def __call__(self, model: nn.Module) -> Optimizer:
-        """Returns the optimizer over `model`'s trainable parameters."""
-        return torch.optim.AdamW(
-            decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay)),
-            lr=self.lr,
-            betas=(self.betas[0], self.betas[1]),
-            eps=self.eps,
-            fused=self.fused or None,
-        )
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Returns the parameter groups of `model`'s trainable parameters, see `decayed`."""
+        return decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay))
+
+    def adam(self) -> dict[str, Any]:
+        """Returns the settings that every optimizer of this family takes."""
+        return {"lr": self.lr, "betas": (self.betas[0], self.betas[1]), "eps": self.eps}
 
 
 @dataclass(frozen=True)
-class StableAdamW:
-    """AdamW with update clipping.
+class AdamW(AdamSettings):
+    """`torch.optim.AdamW`.
 
     Attributes:
-        lr: peak learning rate; warmup and schedule multiply it.
-        betas: decay rates of the first and second moment, each in [0, 1).
-        eps: added to the root of the second moment, and lower bound of that root in RMS; above 0.
-        weight_decay: decoupled weight decay, at least 0.
-        decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
+        fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
     """
 
-    lr: float
-    betas: Sequence[float]
-    eps: float
-    weight_decay: float
-    decay: str = "coupled"
-
-    def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay)
-        check_moments(self.betas, self.eps)
-        decay_per_rate(self.lr, self.weight_decay, self.decay)
+    fused: bool = True
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Returns the optimizer over `model`'s trainable parameters."""
-        return CappedAdamW(
-            decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay)),
-            {"lr": self.lr, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "capturable": True},
-        )
+        return torch.optim.AdamW(self.groups(model), **self.adam(), fused=self.fused or None)
+
+
+@dataclass(frozen=True)
+class StableAdamW(AdamSettings):
+    """AdamW with update clipping; `eps` is also the lower bound of the root of the second moment in RMS."""
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        """Returns the optimizer over `model`'s trainable parameters."""
+        return CappedAdamW(self.groups(model), {**self.adam(), "capturable": True})
 
 
 class CappedAdamW(Optimizer):
@@ -157,33 +147,21 @@ LOWEST = 0.01
 
 
 @dataclass(frozen=True)
-class SPAM:
+class SPAM(AdamSettings):
     """Spike-aware Adam with momentum reset.
 
     Attributes:
-        lr: peak learning rate; warmup and schedule multiply it.
-        betas: decay rates of the first and second moment, each in [0, 1).
-        eps: added to the root of the second moment; above 0.
-        weight_decay: decoupled weight decay, at least 0.
         theta: largest ratio of a squared gradient to its running mean, above 1.
         reset_interval: updates between two resets.
         warmup_steps: updates after a reset until the full learning rate is reached; below `reset_interval`.
-        decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
     """
 
-    lr: float
-    betas: Sequence[float]
-    eps: float
-    weight_decay: float
     theta: float
     reset_interval: int
     warmup_steps: int
-    decay: str = "coupled"
 
     def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay)
-        check_moments(self.betas, self.eps)
-        decay_per_rate(self.lr, self.weight_decay, self.decay)
+        super().__post_init__()
         if not 1 < self.theta < math.inf:
             raise ConfigError(
                 f"optimizer.theta={self.theta} is not a finite number above 1: ordinary gradients would be clipped; "
@@ -199,18 +177,8 @@ class SPAM:
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Returns the optimizer over `model`'s trainable parameters."""
-        return SpikeAwareAdamW(
-            decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay)),
-            {
-                "lr": self.lr,
-                "betas": (self.betas[0], self.betas[1]),
-                "eps": self.eps,
-                "theta": self.theta,
-                "reset_interval": self.reset_interval,
-                "warmup_steps": self.warmup_steps,
-                "capturable": True,
-            },
-        )
+        spikes = {"theta": self.theta, "reset_interval": self.reset_interval, "warmup_steps": self.warmup_steps}
+        return SpikeAwareAdamW(self.groups(model), {**self.adam(), **spikes, "capturable": True})
 
 
 class SpikeAwareAdamW(Optimizer):

@@ -23,6 +23,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.stability.optimizers.gated import copies, gate, write_
 from stabletrain.stability.parameter_roles import (
     check_moments,
+    check_momentum,
     check_rates,
     classifier,
     decay_per_rate,
@@ -59,10 +60,7 @@ class Muon:
         check_rates(self.lr, self.weight_decay)
         check_moments(self.betas, self.eps)
         decay_per_rate(self.lr, self.weight_decay, self.decay)
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"optimizer.momentum={self.momentum} is outside [0, 1): 0.95 is customary")
-        if self.nesterov and not self.momentum:
-            raise ConfigError("optimizer.nesterov=true with optimizer.momentum=0 does nothing: set a momentum")
+        check_momentum(self.momentum, self.nesterov, 0.95)
         if not 1 <= self.ns_steps <= 99:
             raise ConfigError(f"optimizer.ns_steps={self.ns_steps} is outside [1, 99]: 5 is customary")
 

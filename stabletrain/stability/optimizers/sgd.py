@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stabletrain.errors import ConfigError
-from stabletrain.stability.parameter_roles import check_rates, decayed
+from stabletrain.stability.parameter_roles import check_momentum, check_rates, decayed
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,7 @@ class SGD:
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"optimizer.momentum={self.momentum} is outside [0, 1): 0.9 is customary")
-        if self.nesterov and not self.momentum:
-            raise ConfigError("optimizer.nesterov=true with optimizer.momentum=0 does nothing: set a momentum")
+        check_momentum(self.momentum, self.nesterov, 0.9)
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Returns the optimizer over `model`'s trainable parameters."""

@@ -44,22 +44,29 @@ class Fp32Module(nn.Module):
 
 def widen(value: Any) -> Any:
     """Casts fp16 and bf16 tensors to fp32, also inside lists, tuples and dicts; leaves everything else unchanged."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, dict):
-        return {key: widen(each) for key, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[widen(each) for each in value])
-    if isinstance(value, list | tuple):
-        return type(value)([widen(each) for each in value])
+    match value:
+        case Tensor():
+            return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        case dict():
+            return type(value)({key: widen(each) for key, each in value.items()})
+        case tuple() if hasattr(value, "_fields"):
+            return type(value)(*map(widen, value))
+        case tuple() | list():
+            return type(value)(map(widen, value))
     return value
 
 
 @cache
-def fp32_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
-    """Returns the subclass of `kind` that computes in fp32 under the autocast of device type `device`."""
-    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (Fp32Module, kind), {**names, "_autocast_device": device})
+def with_mixin(
+    mixin: type[nn.Module], kind: type[nn.Module], device: str, shown: type[nn.Module] | None = None
+) -> type[nn.Module]:
+    """Returns the class `kind` with the forward of `mixin`, for the autocast of device type `device`.
+
+    It has the name of `shown`, by default of `kind`, so that messages and reports name the user's class.
+    """
+    shown = shown or kind
+    names = {name: getattr(shown, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(shown.__name__, (mixin, kind), {**names, "_autocast_device": device})
 
 
 def wrap_fp32_modules(model: nn.Module, patterns: Sequence[str], device: str) -> list[str]:
@@ -76,16 +83,30 @@ def wrap_fp32_modules(model: nn.Module, patterns: Sequence[str], device: str) ->
     Raises:
         ConfigError: a pattern matches no module that has a forward.
     """
-    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name and called(module)]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name, _ in named):
-            raise ConfigError(f"precision.fp32_modules: {unmatched(model, pattern, [name for name, _ in named])}")
-    chosen = [(name, module) for name, module in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    chosen = matching(model, patterns, "fp32_modules")
     for _, module in chosen:
         if not isinstance(module, Fp32Module):
             # Change the class, not `module.forward`: a copied module's forward would still use the original's weights.
-            module.__class__ = fp32_class(type(module), device)
+            module.__class__ = with_mixin(Fp32Module, type(module), device)
     return [name for name, _ in chosen]
+
+
+def in_fp32_modules(model: nn.Module) -> set[int]:
+    """Returns the ids of the fp32 modules and of all modules in them."""
+    return {id(part) for module in model.modules() if isinstance(module, Fp32Module) for part in module.modules()}
+
+
+def matching(model: nn.Module, patterns: Sequence[str], key: str) -> list[tuple[str, nn.Module]]:
+    """Returns the modules whose name matches one of `patterns`, in the model's order.
+
+    Raises:
+        ConfigError: a pattern of `precision.<key>` matches no module that has a forward.
+    """
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name and called(module)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name, _ in named):
+            raise ConfigError(f"precision.{key}: {unmatched(model, pattern, [name for name, _ in named])}")
+    return [(name, module) for name, module in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def called(module: nn.Module) -> bool:

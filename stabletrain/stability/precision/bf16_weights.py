@@ -13,7 +13,6 @@ take 2 bytes each instead of 4; fp32 copies of both exist only during the optimi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.precision.autocast import Fp32Module, Unscaled
+from stabletrain.stability.precision.autocast import Unscaled, in_fp32_modules, with_mixin
 
 LOW = -(1 << 16)
 """Mask of the upper 16 bits of an fp32 value, which are its bf16 bits."""
@@ -69,20 +68,13 @@ class Bf16Module(nn.Module):
         return self._conv_forward(input, weight, bias)
 
 
-@cache
-def bf16_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
-    """Returns the subclass of `kind` whose weight is bf16."""
-    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (Bf16Module, kind), {**names, "_autocast_device": device})
-
-
 def store_in_bf16(model: nn.Module, device: str) -> list[nn.Parameter]:
     """Stores the weight of every linear layer and convolution of `model` in bf16, in place; returns these weights.
 
     Skips layers inside an fp32 module, weights that other modules share (a tied head), and subclasses of these layers,
     which may use their weight in other ways; unless they have `only_multiplies`.
     """
-    wide = {id(part) for module in model.modules() if isinstance(module, Fp32Module) for part in module.modules()}
+    wide = in_fp32_modules(model)
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     known = [m for m in model.modules() if type(m) in kinds or (isinstance(m, kinds) and hasattr(m, "only_multiplies"))]
     layers = [module for module in known if id(module) not in wide]
@@ -92,7 +84,7 @@ def store_in_bf16(model: nn.Module, device: str) -> list[nn.Parameter]:
     for layer in layers:
         if isinstance(weight := layer.weight, nn.Parameter) and weight not in others:
             weight.data = weight.data.bfloat16()
-            layer.__class__ = bf16_class(type(layer), device)
+            layer.__class__ = with_mixin(Bf16Module, type(layer), device)
             weights[weight] = None
     return [*weights]
 

@@ -17,8 +17,6 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +25,15 @@ from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
-from stabletrain.stability.precision.autocast import Fp32Module, Unscaled, called, check_patterns, unmatched
+from stabletrain.stability.parameter_roles import classifier
+from stabletrain.stability.precision.autocast import (
+    Fp32Module,
+    Unscaled,
+    check_patterns,
+    in_fp32_modules,
+    matching,
+    with_mixin,
+)
 from stabletrain.stability.precision.modes import check_bf16
 
 RECIPES = {
@@ -136,13 +142,6 @@ class Fp8Module(nn.Module):
         return output[:count].reshape(*input.shape[:-1], output.shape[-1])
 
 
-@cache
-def fp8_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
-    """Returns the subclass of torchao's linear layer `kind` for the autocast of device type `device`."""
-    names = {name: getattr(nn.Linear, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type("Linear", (Fp8Module, kind), {**names, "_autocast_device": device})
-
-
 def to_fp8_(layer: nn.Module, config: Any, device: str) -> None:
     """Makes a linear layer compute in fp8, in place; its tensors, hooks and name stay."""
     from torchao.float8 import convert_to_float8_training
@@ -150,7 +149,7 @@ def to_fp8_(layer: nn.Module, config: Any, device: str) -> None:
     made, plain = convert_to_float8_training(layer, config=config), vars(nn.Linear(1, 1, device="meta"))
     # torchao makes a new module, without hooks: take over only its class and its settings.
     layer.__dict__.update({key: value for key, value in vars(made).items() if key not in plain})
-    layer.__class__ = fp8_class(type(made), device)
+    layer.__class__ = with_mixin(Fp8Module, type(made), device, shown=nn.Linear)
 
 
 def to_bf16_(layer: nn.Module) -> None:
@@ -175,15 +174,8 @@ def choose_linears(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str]
     Raises:
         ConfigError: a pattern matches no module that has a forward.
     """
-    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name and called(module)]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name, _ in named):
-            raise ConfigError(f"precision.bf16_modules: {unmatched(model, pattern, [name for name, _ in named])}")
-    wide, narrow, head = set(), set(), head_of(model)
-    for name, module in named:
-        inside = {id(part) for part in module.modules()}
-        wide |= inside if isinstance(module, Fp32Module) else set()
-        narrow |= inside if any(fnmatchcase(name, pattern) for pattern in patterns) else set()
+    narrow = {id(part) for _, module in matching(model, patterns, "bf16_modules") for part in module.modules()}
+    wide, head = in_fp32_modules(model), classifier(model)
     chosen, others = [], {}
     for name, module in model.named_modules():
         if not name or not (is_linear(module) or (module is head and isinstance(module, nn.Linear))):
@@ -204,15 +196,6 @@ def choose_linears(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str]
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is an `nn.Linear`, perhaps in fp8 or an fp32 module, and not another subclass."""
     return type(module) is nn.Linear or (isinstance(module, nn.Linear) and isinstance(module, Fp8Module | Fp32Module))
-
-
-def head_of(model: nn.Module) -> nn.Module | None:
-    """Returns the layer that computes the logits: the model's `classifier()`, else its last linear layer."""
-    classifier = getattr(model, "classifier", None)
-    if callable(classifier) and not isinstance(classifier, nn.Module):
-        return classifier()
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return linears[-1] if linears else None
 
 
 def count(layers: int) -> str:

@@ -8,7 +8,7 @@ import torch
 from stabletrain.errors import ConfigError
 from stabletrain.records import Batch, LossTerms
 from stabletrain.stability.objective import Custom
-from stabletrain.stability.objective.custom import in_fp32
+from stabletrain.stability.precision.autocast import widen
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ class Pair(NamedTuple):
 
 def test_it_gets_half_precision_outputs_in_fp32_wherever_they_are():
     low = torch.ones(2, dtype=torch.bfloat16)
-    found = in_fp32({"a": (low, [low]), "b": Pair(low, torch.ones(1, dtype=torch.int64)), "c": None})
+    found = widen({"a": (low, [low]), "b": Pair(low, torch.ones(1, dtype=torch.int64)), "c": None})
     assert found["a"][0].dtype == found["a"][1][0].dtype == found["b"].first.dtype == torch.float32
     assert isinstance(found["b"], Pair)
     assert found["b"].second.dtype == torch.int64
