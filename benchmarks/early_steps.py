@@ -37,7 +37,7 @@ from torch import Tensor
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.faults.in_data import Poison
-from stabletrain.faults.in_step import Gradient, LearningRate, Removable, StepFault
+from stabletrain.faults.in_step import Gradient, LearningRate, StepFault, Undo
 from stabletrain.records import Batch, Reading, TrainState
 from stabletrain.stability.guard.limits import INPUTS, LOSS, NORM, Limit
 from stabletrain.step import train_step
@@ -94,12 +94,12 @@ class Scaled(StepFault):
 
     factor: float = 30.0
 
-    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Undo]:
         def scale(parameter: Tensor) -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_(self.factor)
 
-        return [each.register_post_accumulate_grad_hook(scale) for each in state.model.parameters()]
+        return [each.register_post_accumulate_grad_hook(scale).remove for each in state.model.parameters()]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Noise(StepFault):
     """Adds noise to every weight before a step, as large as the weights of its tensor."""
 
     @torch.no_grad()
-    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Undo]:
         draw = torch.Generator().manual_seed(state.step)
         for each in state.model.parameters():
             each += each.float().square().mean().sqrt() * torch.randn(each.shape, generator=draw)

@@ -24,7 +24,7 @@ from stabletrain.config.resuming import show
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.parallel.ranks import Ranks, current_ranks
 from stabletrain.stability.schedule import LearningRate, ScheduleKind, WarmupKind
-from stabletrain.weights.place import there
+from stabletrain.weights.place import existing_folder
 
 LOWEST = {
     "steps": 1,
@@ -143,7 +143,7 @@ def check_init_from(cfg: DictConfig) -> None:
         if not cfg.init_strict:
             raise ConfigError("init_strict=false does nothing without init_from: name weights, or leave it out")
     elif cfg.resume == "none":
-        there(cfg.init_from)
+        existing_folder(cfg.init_from)
 
 
 def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:

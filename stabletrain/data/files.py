@@ -18,6 +18,13 @@ MAGIC = frozenset("*?[")
 SNIFF = 8000  # bytes that git reads to tell text from binary
 
 
+def required(path: str | None, option: str, what: str) -> str:
+    """Returns the key `data.path`; raises ConfigError if it is not set, or empty, which would be the working folder."""
+    if not path:
+        raise ConfigError(f"data.path is not set: {option} needs data.path=<{what}>")
+    return path
+
+
 def existing(path: str, name: str) -> Path:
     """Returns `path` as a Path; expands `~`.
 

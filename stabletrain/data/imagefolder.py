@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from stabletrain.data.decode import decode
-from stabletrain.data.files import existing
+from stabletrain.data.files import existing, required
 from stabletrain.data.images import Images, Pictures
 from stabletrain.data.order import place
 from stabletrain.errors import ConfigError
@@ -72,8 +72,7 @@ class ImageFolder(Images):
         seed: int,
         workers: int | None = None,
     ) -> None:
-        if not path:  # also an empty one: it would be the working folder
-            raise ConfigError("data.path is not set: data=imagefolder needs data.path=<folder of class folders>")
+        path = required(path, "data=imagefolder", "folder of class folders")
         if not 0 < val_fraction < 1:
             raise ConfigError(f"data.val_fraction={val_fraction} is not between 0 and 1: 0.1 holds out a tenth")
         if len(mean) not in (1, 3):

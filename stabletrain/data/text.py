@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stabletrain.data.files import find_text
+from stabletrain.data.files import find_text, required
 from stabletrain.data.order import place
 from stabletrain.data.tokenizers import Bytes
 from stabletrain.data.windows import LengthWarmup, Windows
@@ -172,8 +172,7 @@ class Text(Corpus):
         length_warmup: int = 0,
         length_start: int = 8,
     ) -> None:
-        if not path:  # also an empty one: it would be the working folder
-            raise ConfigError("data.path is not set: data=text needs data.path=<file, folder or glob>")
+        path = required(path, "data=text", "file, folder or glob")
         root, files = find_text(path, "data.path")
         super().__init__(
             name=Path(path).name or str(path),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from concurrent import futures
 from threading import Thread
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from stabletrain.errors import ConfigError, did_you_mean
 
@@ -14,23 +14,6 @@ OFFLINE = "run once where there is a network with TIKTOKEN_CACHE_DIR set to a fo
 
 NO_TOKENIZER = "none"
 """Recorded with shards that another program wrote with a tokenizer of its own."""
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """Converts text to token ids below `vocab_size` and back; `separator` is the id that ends each document."""
-
-    name: str
-    vocab_size: int
-    separator: int
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`; treats special tokens in the text as ordinary text."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; replaces invalid UTF-8 by U+FFFD."""
-        ...
 
 
 class Bytes:
@@ -88,6 +71,10 @@ class BytePair:
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`; replaces invalid UTF-8 by U+FFFD."""
         return self._encoding.decode(list(ids), errors="replace")
+
+
+Tokenizer = Bytes | BytePair
+"""Converts text to token ids below `vocab_size` and back; `separator` is the id that ends each document."""
 
 
 def load_tokenizer(name: str) -> Tokenizer:

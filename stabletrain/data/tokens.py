@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stabletrain.data.files import existing, read_meta
+from stabletrain.data.files import existing, read_meta, required
 from stabletrain.data.tokenizers import NO_TOKENIZER, LazyTokenizer, check_name
 from stabletrain.data.windows import LengthWarmup, Windows
 from stabletrain.errors import ConfigError
@@ -78,10 +78,7 @@ class Tokens(Windows):
     def __init__(
         self, path: str | None, block_size: int, seed: int, length_warmup: int = 0, length_start: int = 8
     ) -> None:
-        if not path:  # also an empty one: it would be the working folder
-            raise ConfigError(
-                "data.path is not set: data=tokens needs data.path=<folder that stabletrain prepare wrote>"
-            )
+        path = required(path, "data=tokens", "folder that stabletrain prepare wrote")
         folder = existing(path, "data.path")
         meta = read_meta(folder)
         check_name(meta["tokenizer"], f"data.path: {folder / 'meta.json'}")

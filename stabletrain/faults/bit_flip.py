@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.faults.in_step import Removable, StepFault, chosen_parameter
+from stabletrain.faults.in_step import StepFault, Undo, chosen_parameter
 from stabletrain.faults.planned import check_at_least, own, place, say
 from stabletrain.records import TrainState
 
@@ -50,7 +50,7 @@ class BitFlip(StepFault):
         dtype = parameter.dtype if self.where == "weight" else torch.float32
         self._check_bit(name, dtype)
 
-    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Undo]:
         name, parameter = chosen_parameter(state.model, self.parameter)
         kind, tensor = chosen_tensor(self.where, state.optimizer, parameter)
         if tensor is None:

@@ -10,9 +10,10 @@ hooks and runs exactly the code it runs with `faults=none`. A step begins with t
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,8 @@ from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import OnRank, check_at_least, check_number, own, place, say
 from stabletrain.records import TrainState
 
-
-@runtime_checkable
-class Removable(Protocol):
-    """A handle that `register_*_hook` returns."""
-
-    def remove(self) -> None:
-        """Removes the hook; does nothing if it is removed already."""
-        ...
+Undo = Callable[[], None]
+"""Removes what a fault has added to the model or the optimizer; may be called twice."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +44,12 @@ class StepFault(OnRank):
             ConfigError: the model or optimizer lacks the target of the fault.
         """
         self.check(state)
-        waiting: list[Removable] = []
+        waiting: list[Undo] = []
         done: set[int] = set()
 
         def begin() -> None:
             while waiting:  # hooks of the previous step: it may have been skipped before they ran
-                waiting.pop().remove()
+                waiting.pop()()
             tick = state.executed_steps
             if self.comes_at(tick) and (self.returns or tick not in done):
                 done.add(tick)
@@ -66,12 +61,12 @@ class StepFault(OnRank):
         """Raises ConfigError, before the first step, if the state lacks the target of the fault."""
         del state
 
-    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
-        """Applies the fault now, or returns hooks that apply it in this step and are removed before the next."""
+    def inject(self, state: TrainState, precision: Any) -> list[Undo]:
+        """Applies the fault now, or adds hooks that do so in this step; returns what removes them before the next."""
         raise NotImplementedError
 
-    def elsewhere(self, state: TrainState) -> list[Removable]:
-        """Returns the hooks of a rank that does not have the fault, in a step in which another has it."""
+    def elsewhere(self, state: TrainState) -> list[Undo]:
+        """Adds the hooks of a rank that does not have the fault, in a step in which another has it."""
         del state
         return []
 
@@ -79,9 +74,9 @@ class StepFault(OnRank):
 class UpdateFault(StepFault):
     """A fault in the optimizer's step."""
 
-    def elsewhere(self, state: TrainState) -> list[Removable]:
+    def elsewhere(self, state: TrainState) -> list[Undo]:
         """Hooks the step without effect: an update with a hook is checked, and all ranks must check the same ones."""
-        return [state.optimizer.register_step_post_hook(no_effect)]
+        return [state.optimizer.register_step_post_hook(no_effect).remove]
 
 
 def no_effect(*_: Any) -> None:
@@ -143,11 +138,11 @@ class Activation(StepFault):
     def check(self, state: TrainState) -> None:
         chosen_module(state.model, self.module)
 
-    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Undo]:
         name, module = chosen_module(state.model, self.module)
-        plain = Plain(state.model)
+        compiled_again = run_uncompiled(state.model)
         hook = module.register_forward_hook(partial(self._spoil, name, state.executed_steps, []))
-        return [hook, plain]
+        return [hook.remove, compiled_again]
 
     def _spoil(self, name: str, tick: int, done: list[bool], module: nn.Module, inputs: Any, output: Any) -> Any:
         """Returns the output with one element overwritten on the first call with gradients, unchanged otherwise."""
@@ -165,16 +160,10 @@ class Activation(StepFault):
         return output
 
 
-class Plain:
-    """Runs a model compiled in place without compilation until `remove`: compiled code ignores new hooks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._compiled = model, model._compiled_call_impl
-        model._compiled_call_impl = None
-
-    def remove(self) -> None:
-        """Restores the compiled code."""
-        self._model._compiled_call_impl = self._compiled
+def run_uncompiled(model: nn.Module) -> Undo:
+    """Runs a model that is compiled in place without compilation, since compiled code ignores new hooks."""
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    return partial(setattr, model, "_compiled_call_impl", compiled)
 
 
 def chosen_module(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
@@ -213,12 +202,11 @@ class Gradient(StepFault):
     def check(self, state: TrainState) -> None:
         chosen_parameter(state.model, self.parameter)
 
-    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Undo]:
         name, parameter = chosen_parameter(state.model, self.parameter)
         scale = float(precision.loss_scale()) if math.isfinite(self.value) else 1.0
-        return [
-            parameter.register_post_accumulate_grad_hook(partial(self._spoil, name, state.executed_steps, scale, []))
-        ]
+        spoil = partial(self._spoil, name, state.executed_steps, scale, [])
+        return [parameter.register_post_accumulate_grad_hook(spoil).remove]
 
     def _spoil(self, name: str, tick: int, scale: float, done: list[bool], parameter: Tensor) -> None:
         """Overwrites one element on the first call."""
@@ -257,7 +245,7 @@ class LearningRate(UpdateFault):
     def comes_at(self, number: int) -> bool:
         return any(start <= number < start + self.length for start in self.at)
 
-    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Undo]:
         tick, planned = state.executed_steps, []
 
         # Restored right after the update, so that the planned learning rate is logged and saved.
@@ -273,6 +261,6 @@ class LearningRate(UpdateFault):
             planned.clear()
 
         return [
-            state.optimizer.register_step_pre_hook(raise_rates),
-            state.optimizer.register_step_post_hook(put_back),
+            state.optimizer.register_step_pre_hook(raise_rates).remove,
+            state.optimizer.register_step_post_hook(put_back).remove,
         ]

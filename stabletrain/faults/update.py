@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from stabletrain.faults.bit_flip import check_where, chosen_tensor
-from stabletrain.faults.in_step import Removable, UpdateFault, chosen_parameter, overwrite_
+from stabletrain.faults.in_step import Undo, UpdateFault, chosen_parameter, overwrite_
 from stabletrain.faults.planned import check_number, own, place, say, writable
 from stabletrain.records import TrainState
 
@@ -41,7 +41,7 @@ class Update(UpdateFault):
     def check(self, state: TrainState) -> None:
         chosen_parameter(state.model, self.parameter)
 
-    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Undo]:
         name, parameter = chosen_parameter(state.model, self.parameter)
         tick, done = state.executed_steps, []
 
@@ -61,7 +61,7 @@ class Update(UpdateFault):
             say(f"the update of tick {tick} leaves {self.value} in the {kind} of {name} {list(where)}")
             overwrite_(tensor, where, writable(self.value, tensor.dtype))
 
-        return [state.optimizer.register_step_post_hook(spoil)]
+        return [state.optimizer.register_step_post_hook(spoil).remove]
 
 
 def withheld(optimizer: Optimizer) -> bool:

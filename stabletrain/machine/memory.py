@@ -27,7 +27,8 @@ def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> flo
     This is what the machine has available, or what is left of a control group's limit (Slurm, containers), whichever is
     less. Other processes of the machine or the group may use the same bytes.
     """
-    return min(available(proc), *(left_in(folder, version) for folder, version in groups(proc, cgroups)), math.inf)
+    free = machine(proc, "MemAvailable")  # without swapping
+    return min(free, *(left_in(folder, version) for folder, version in groups(proc, cgroups)), math.inf)
 
 
 def host_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> float:
@@ -38,11 +39,6 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> float:
     own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     limits = [float(limit) for limit in own if limit != resource.RLIM_INFINITY]
     return min(machine(proc, "MemTotal"), *limits, *(limit_of(*group) for group in groups(proc, cgroups)), math.inf)
-
-
-def available(proc: Path) -> float:
-    """Returns the bytes that the machine has available without swapping; inf if unknown."""
-    return machine(proc, "MemAvailable")
 
 
 def machine(proc: Path, name: str) -> float:

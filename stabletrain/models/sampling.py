@@ -2,23 +2,14 @@
 
 Works with any model whose `forward(inputs)` returns logits `[batch, time, vocab]`. The model's attribute `block_size`
 is the maximum number of tokens that it can read at once; without it, `stabletrain sample` uses the data's. A model with
-`new_cache()` computes only the new token while the sequence fits into `block_size`.
+`new_cache()` computes only the new token, by `forward(inputs, cache)`, while the sequence fits into `block_size`.
 """
-
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
-
-
-@runtime_checkable
-class Remembers(Protocol):
-    """A model whose `forward(inputs, cache)` continues the cached tokens."""
-
-    def new_cache(self) -> Any: ...
 
 
 @torch.no_grad()
@@ -58,7 +49,7 @@ def generate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        cache = model.new_cache() if isinstance(model, Remembers) else None
+        cache = getattr(model, "new_cache", lambda: None)()
         tokens = unread = prompt
         for _ in range(new_tokens):
             if cache is not None and tokens.shape[1] <= block_size:

@@ -4,7 +4,7 @@ Source: Zhao et al., arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`.
 """
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,12 +72,9 @@ class FSDP(Distributed):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
 
-    def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
-        """Returns a context that reduces gradients after the last micro-batch only, and keeps them unsharded before."""
-        return self._gradient_sync(model, last)
-
     @contextmanager
-    def _gradient_sync(self, model: nn.Module, last: bool) -> Generator[None]:
+    def gradient_sync(self, model: nn.Module, last: bool) -> Generator[None]:
+        """A context that reduces gradients after the last micro-batch only, and keeps them unsharded before."""
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)
         yield

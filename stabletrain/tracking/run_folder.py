@@ -159,7 +159,15 @@ class RunFolder(NoRunFolder):
             raise
         self.id = earlier.get("id") or run_id or new_id()
         self.init_from = init_from or earlier.get("init_from", NOTHING)
-        self._record = first_record(self.id, earlier) | {
+        time = now()
+        self._record = {
+            "id": self.id,
+            "status": "running",
+            "reason": None,
+            "started": earlier.get("started") or time,
+            "resumed": [*(earlier.get("resumed") or []), time] if earlier.get("id") else [],
+            "ended": None,
+            "git": git(Path(__file__).parents[2]),
             "choices": dict(choices),
             "hardware": dict(hardware),
             "versions": versions(),
@@ -328,20 +336,6 @@ class RunFolder(NoRunFolder):
     def _write(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         replace(self.path / "run.json", json.dumps(plain(self._record), allow_nan=False, indent=2) + "\n")
-
-
-def first_record(run_id: str, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the first keys of `run.json`; `earlier` is the record that the run continues, or empty."""
-    time = now()
-    return {
-        "id": run_id,
-        "status": "running",
-        "reason": None,
-        "started": earlier.get("started") or time,
-        "resumed": [*(earlier.get("resumed") or []), time] if earlier.get("id") else [],
-        "ended": None,
-        "git": git(Path(__file__).parents[2]),
-    }
 
 
 def git(checkout: Path) -> dict[str, Any] | None:

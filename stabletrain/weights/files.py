@@ -7,6 +7,7 @@ The first of these that a folder has is read, as in transformers: `model.safeten
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -16,6 +17,11 @@ from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import parse
 
 ONE_FILE, INDEX, SUFFIX = "model.safetensors", ".safetensors.index.json", ".safetensors"
+
+CONFIG = "config.json"
+
+OURS = "stabletrain"
+"""The `format` in the `config.json` of an exported folder; its `model` is the run's config group."""
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 """Endings of files that PyTorch writes with pickle, or that need a pickle to be read."""
@@ -50,6 +56,15 @@ def files_of(folder: Path) -> list[str]:
     if missing := [name for name in listed if name not in names]:  # also a path that leads out of the folder
         raise ConfigError(f"{folder / indices[0]} names {missing[0]}, which is not in the folder: copy it again")
     return listed
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    """Returns the `config.json` of a folder; empty if there is none that can be read."""
+    try:
+        config = parse(read_file(folder / CONFIG))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def pickled_in(folder: Path) -> list[str]:

@@ -30,7 +30,7 @@ from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import parse
 from stabletrain.weights import files
 
-CONFIG, ONE_FILE = "config.json", files.ONE_FILE
+CONFIG, ONE_FILE = files.CONFIG, files.ONE_FILE
 
 GELUS = {
     "gelu_new": "gelu_tanh",
@@ -67,11 +67,7 @@ Sizes = dict[str, int | float | str]
 
 def is_folder(folder: Path) -> bool:
     """Returns whether `folder` holds a GPT-2 of transformers: a `config.json` with `model_type` gpt2."""
-    try:
-        config = parse(read_file(folder / CONFIG))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("model_type") == "gpt2"
+    return files.config_in(folder).get("model_type") == "gpt2"
 
 
 def read(folder: Path) -> tuple[Sizes, dict[str, Tensor]]:

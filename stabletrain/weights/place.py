@@ -6,7 +6,7 @@ from pathlib import Path
 from stabletrain.errors import ConfigError, did_you_mean
 
 
-def there(given: str) -> Path:
+def existing_folder(given: str) -> Path:
     """Returns the absolute path of an existing folder.
 
     Raises:

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from stabletrain.checkpoint import folder, reader
 from stabletrain.errors import ConfigError
-from stabletrain.stored.files import read_file
-from stabletrain.stored.json_files import parse
 from stabletrain.weights import files, gpt2
-from stabletrain.weights.place import there
-
-OURS = "stabletrain"
-"""The `format` in the `config.json` of an exported folder; its `model` is the run's config group."""
+from stabletrain.weights.place import existing_folder
 
 CONVERT = (
     "python -c 'import sys, torch; from safetensors.torch import save_file; "
@@ -86,7 +81,7 @@ def find(given: str, *, as_gpt2: bool) -> Source:
     Raises:
         ConfigError: the folder does not exist or holds no weights that can be read; names the fix.
     """
-    path = there(given)
+    path = existing_folder(given)
     try:
         return sort(path, as_gpt2)
     except ConfigError as error:
@@ -107,9 +102,9 @@ def sort(path: Path, as_gpt2: bool) -> Source:
     if names := files.files_of(path):
         hashes = {name: files.sha256(path / name) for name in names}
         if as_gpt2 and gpt2.is_folder(path):
-            return Source(path, "gpt2", hashes, model=gpt2.sizes_of(config_in(path), gpt2.CONFIG))
-        config = config_in(path)
-        model = config.get("model") if config.get("format") == OURS else None
+            return Source(path, "gpt2", hashes, model=gpt2.sizes_of(files.config_in(path), files.CONFIG))
+        config = files.config_in(path)
+        model = config.get("model") if config.get("format") == files.OURS else None
         return Source(path, "safetensors", hashes, model=model if isinstance(model, dict) else {})
     if gpt2.is_folder(path):
         gpt2.stored(path)  # says how transformers converts it
@@ -119,15 +114,6 @@ def sort(path: Path, as_gpt2: bool) -> Source:
             f"if you trust the file, convert it with {CONVERT} {path / pickled[0]} {path / files.ONE_FILE}"
         )
     raise ConfigError("it holds no weights: name a run folder, one checkpoint in it, or a folder of .safetensors files")
-
-
-def config_in(path: Path) -> dict[str, Any]:
-    """Returns the `config.json` of a folder; empty if there is none that can be read."""
-    try:
-        config = parse(read_file(path / gpt2.CONFIG))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def of_checkpoint(found: reader.Checkpoint, kind: str) -> Source:

@@ -20,7 +20,7 @@ from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.models.gpt import GPT
 from stabletrain.models.nf_resnet import NFResNet
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
-from stabletrain.weights.trained import Trained, Written, compare, output_of, pictures, tokens
+from stabletrain.weights.trained import Format, Trained, Written, compare, output_of, pictures, tokens
 
 BOUND = 1e-4
 """Largest difference of logits: another program computes them, with sums in another order."""
@@ -33,7 +33,7 @@ Shape = dict[int, Any]
 
 
 @dataclass(frozen=True)
-class Onnx:
+class Onnx(Format):
     """`model.onnx`, for any model that `torch.export` can trace."""
 
     def refuse(self, trained: Trained) -> None:

@@ -14,16 +14,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stabletrain import buffers
 from stabletrain.errors import ConfigError, StabletrainError
-from stabletrain.stored.files import read_file
-from stabletrain.stored.json_files import check_type, parse
-from stabletrain.weights.trained import Trained, Written
-
-CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", "stabletrain"
+from stabletrain.stored.json_files import check_type
+from stabletrain.weights.files import CONFIG, ONE_FILE, OURS, config_in
+from stabletrain.weights.trained import Format, Trained, Written
 
 
 @dataclass(frozen=True)
-class Safetensors:
+class Safetensors(Format):
     """`model.safetensors` and `config.json`, for any model."""
 
     def refuse(self, trained: Trained) -> None:
@@ -37,10 +36,10 @@ class Safetensors:
 
     def write(self, trained: Trained, folder: Path) -> Written:
         """Writes both files; compares all bits with the model's."""
-        save(trained.model.state_dict(), folder / WEIGHTS, trained.origin)
-        record = {"format": FORMAT, **trained.origin, "model": trained.config}
+        save(trained.model.state_dict(), folder / ONE_FILE, trained.origin)
+        record = {"format": OURS, **trained.origin, "model": trained.config}
         (folder / CONFIG).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        found = load_file(folder / WEIGHTS)
+        found = load_file(folder / ONE_FILE)
         for name, tensor in trained.model.state_dict().items():
             if not same_bits(found[name], tensor):
                 raise StabletrainError(f"{name} differs after reading it back; nothing was written: is the disk sound?")
@@ -61,24 +60,12 @@ def save(tensors: Mapping[str, Tensor], file: Path, origin: Mapping[str, str]) -
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have the same dtype, shape and bits."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)] if one.numel() else [one, other]
-    return torch.equal(*flat)
+    return one.dtype == other.dtype and buffers.same_bits(one, other)
 
 
 def is_folder(folder: Path) -> bool:
     """Returns whether this module has written the folder."""
-    return config_in(folder).get("format") == FORMAT
-
-
-def config_in(folder: Path) -> dict[str, Any]:
-    """Returns what `config.json` holds; empty if there is none that can be read."""
-    try:
-        found = parse(read_file(folder / CONFIG))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return config_in(folder).get("format") == OURS
 
 
 class Target(TypedDict):
@@ -96,6 +83,6 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         model = config_in(folder)["model"]
         check_type(model, Target)
-        return model, load_file(folder / WEIGHTS)
+        return model, load_file(folder / ONE_FILE)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ConfigError(f"{folder} is not a complete export ({error}): export the run again") from error

@@ -13,8 +13,9 @@ from torch import nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.models.resnet import STAGES, TorchvisionResNet
-from stabletrain.weights.to_safetensors import WEIGHTS, save
-from stabletrain.weights.trained import Trained, Written, compare, pictures
+from stabletrain.weights.files import ONE_FILE
+from stabletrain.weights.to_safetensors import save
+from stabletrain.weights.trained import Format, Trained, Written, compare, pictures
 
 BOUND = 1e-5
 """Largest difference of logits; both compute in fp32."""
@@ -23,7 +24,7 @@ OTHERS = "use --to safetensors or --to onnx"
 
 
 @dataclass(frozen=True)
-class Torchvision:
+class Torchvision(Format):
     """`model.safetensors`, for `torchvision.models.resnet18` and its relatives."""
 
     def refuse(self, trained: Trained) -> None:
@@ -45,15 +46,15 @@ class Torchvision:
         model = trained.model
         assert isinstance(model, TorchvisionResNet)
         name, classes = f"resnet{depth_of(model)}", model.fc.out_features
-        save(model.state_dict(), folder / WEIGHTS, {**trained.origin, "num_classes": str(classes)})
+        save(model.state_dict(), folder / ONE_FILE, {**trained.origin, "num_classes": str(classes)})
         other = getattr(torchvision.models, name)(num_classes=classes).eval()
-        other.load_state_dict(load_file(folder / WEIGHTS))
+        other.load_state_dict(load_file(folder / ONE_FILE))
         checked = compare(model, other, pictures(3, 64), BOUND, f"torchvision {torchvision.__version__}")
         load = [
             "import torchvision",
             "from safetensors.torch import load_file",
             f"model = torchvision.models.{name}(num_classes={classes})",
-            f"model.load_state_dict(load_file('{{folder}}/{WEIGHTS}'))",
+            f"model.load_state_dict(load_file('{{folder}}/{ONE_FILE}'))",
         ]
         return Written(checked, load, [trained.reads] if trained.reads else [])
 

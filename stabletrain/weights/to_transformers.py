@@ -18,7 +18,7 @@ from stabletrain.models.head import TiedHead
 from stabletrain.models.layers import MLPS, NORMS, POSITIONS
 from stabletrain.weights import byte_tokenizer, gpt2
 from stabletrain.weights.to_safetensors import save
-from stabletrain.weights.trained import Trained, Written, compare, tokens
+from stabletrain.weights.trained import Format, Trained, Written, compare, tokens
 
 BOUND = 1e-5
 """Largest difference of logits; both compute in fp32."""
@@ -28,7 +28,7 @@ NEEDED = {"position": ("learned",), "norm": ("layernorm",), "mlp": ("gelu_tanh",
 
 
 @dataclass(frozen=True)
-class Transformers:
+class Transformers(Format):
     """`config.json`, `generation_config.json` and `model.safetensors`; for bytes, a tokenizer too."""
 
     def refuse(self, trained: Trained) -> None:

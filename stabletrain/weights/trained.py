@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,12 @@ class Written:
     notes: Sequence[str] = field(default=())
 
 
-@runtime_checkable
-class Format(Protocol):
-    """A kind of export."""
+class Format:
+    """A kind of export. Base class of all kinds."""
 
     def refuse(self, trained: Trained) -> None:
         """Raises ConfigError if the model cannot be written so; names the key, its value and what to do."""
-        ...
+        raise NotImplementedError
 
     def write(self, trained: Trained, folder: Path) -> Written:
         """Writes files into `folder`, reads them back, and compares the result with the model.
@@ -68,7 +67,7 @@ class Format(Protocol):
         Raises:
             StabletrainError: the result differs.
         """
-        ...
+        raise NotImplementedError
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import nn
 from stabletrain.checkpoint.folder import find as find_checkpoint
 from stabletrain.checkpoint.reader import render
 from stabletrain.errors import ConfigError
-from stabletrain.weights.place import there
+from stabletrain.weights.place import existing_folder
 from stabletrain.weights.sources import find
 from tests.runs import ROOT
 
@@ -152,7 +152,7 @@ def test_what_holds_no_weights_is_one_clear_line(tmp_path):
         with pytest.raises(ConfigError, match=f"init_from={tmp_path / wrong}:? {message}"):
             found(tmp_path / wrong)
     with pytest.raises(ConfigError, match="init_from= has no value"):
-        there("")
+        existing_folder("")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match="this run has no checkpoint"):
@@ -169,4 +169,4 @@ def test_what_holds_no_weights_is_one_clear_line(tmp_path):
 @pytest.mark.parametrize("name", ["x" * 300, "/".join(["y" * 200] * 30)], ids=["name", "path"])
 def test_a_name_that_is_too_long_is_no_folder(name):
     with pytest.raises(ConfigError, match="there is no such folder"):
-        there(name)
+        existing_folder(name)

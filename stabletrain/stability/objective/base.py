@@ -81,6 +81,11 @@ def mean(total: SupportsFloat, count: SupportsFloat) -> float:
     return float(total) / float(count) if float(count) else float("nan")
 
 
+def form(outputs: Any) -> str:
+    """Describes what a model returned: the shape of a tensor, else the type."""
+    return str(list(outputs.shape)) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+
+
 def fitted(outputs: Any, targets: Tensor, what: str) -> Tensor:
     """Returns the outputs in the shape of the targets and in fp32; a last dimension of size 1 is removed.
 
@@ -89,8 +94,7 @@ def fitted(outputs: Any, targets: Tensor, what: str) -> Tensor:
     """
     if isinstance(outputs, Tensor) and outputs.shape in (targets.shape, (*targets.shape, 1)):
         return outputs.float().view(targets.shape)
-    shape = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
     raise ConfigError(
-        f"model: forward() gave {shape} for targets of {list(targets.shape)}: {what} compares them one by one, so "
-        "return a tensor of the targets' shape"
+        f"model: forward() gave {form(outputs)} for targets of {list(targets.shape)}: {what} compares them one by one, "
+        "so return a tensor of the targets' shape"
     )

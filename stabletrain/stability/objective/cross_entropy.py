@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch, LossTerms
-from stabletrain.stability.objective.base import Count, Objective, mean
+from stabletrain.stability.objective.base import Count, Objective, form, mean
 
 
 def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tensor, " n"]:
@@ -73,17 +73,6 @@ class ZLoss:
         return LossTerms(ce + zloss, {"ce": ce, "zloss": zloss})
 
 
-def check_logits(logits: Any, targets: Tensor) -> None:
-    """Raises ConfigError if a model's output is not a tensor with one dimension more than `targets`."""
-    if not isinstance(logits, Tensor) or logits.ndim != targets.ndim + 1:
-        shape = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise ConfigError(
-            f"model: forward() gave {shape} for targets of {list(targets.shape)}: logits are [batch, classes], or "
-            "[batch, time, vocab] for text; return them, an object with .logits, or a tuple that begins with them; for "
-            "another loss than cross-entropy choose an objective: mse, bce or your own"
-        )
-
-
 @dataclass(frozen=True)
 class CrossEntropy(Objective):
     """Cross-entropy of logits, with label smoothing and a kind of z-loss; logs `train/ce` and `train/zloss`.
@@ -117,7 +106,12 @@ class CrossEntropy(Objective):
     def check(self, outputs: Any, targets: Tensor) -> None:
         """Refuses outputs that are no logits for these targets."""
         self.check_targets(targets)
-        check_logits(outputs, targets)
+        if not isinstance(outputs, Tensor) or outputs.ndim != targets.ndim + 1:
+            raise ConfigError(
+                f"model: forward() gave {form(outputs)} for targets of {list(targets.shape)}: logits are [batch, "
+                "classes], or [batch, time, vocab] for text; return them, an object with .logits, or a tuple that "
+                "begins with them; for another loss than cross-entropy choose an objective: mse, bce or your own"
+            )
 
     def __call__(self, outputs: Float[Tensor, "batch *time classes"], batch: Batch, n_valid: Count) -> LossTerms:
         """Returns this micro-batch's share of the step's mean loss, in fp32, with its graph.

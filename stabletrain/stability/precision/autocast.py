@@ -102,16 +102,13 @@ def matching(model: nn.Module, patterns: Sequence[str], key: str) -> list[tuple[
     Raises:
         ConfigError: a pattern of `precision.<key>` matches no module that has a forward.
     """
-    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name and called(module)]
+    every = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    # An `nn.ModuleList`, for example, has no forward.
+    named = [(name, module) for name, module in every if type(module).forward is not nn.Module.forward]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise ConfigError(f"precision.{key}: {unmatched(model, pattern, [name for name, _ in named])}")
     return [(name, module) for name, module in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def called(module: nn.Module) -> bool:
-    """Returns whether a module has a forward; an `nn.ModuleList`, for example, has none."""
-    return type(module).forward is not nn.Module.forward
 
 
 def unmatched(model: nn.Module, pattern: str, names: list[str]) -> str:

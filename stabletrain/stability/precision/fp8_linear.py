@@ -109,7 +109,8 @@ class Fp8Linears(Unscaled):
                 f"multiples of {MULTIPLE}, and convolutions have no fp8; use precision=bf16"
             )
         self.convert([model.get_submodule(name) for name in chosen])
-        self.why = f"{self._how}; {count(len(chosen))} in fp8, {left_out(others)}"
+        linears = f"{len(chosen)} Linear{'' if len(chosen) == 1 else 's'}"
+        self.why = f"{self._how}; {linears} in fp8, {left_out(others)}"
         return names
 
     def convert(self, layers: Sequence[nn.Module]) -> None:
@@ -196,11 +197,6 @@ def choose_linears(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str]
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is an `nn.Linear`, perhaps in fp8 or an fp32 module, and not another subclass."""
     return type(module) is nn.Linear or (isinstance(module, nn.Linear) and isinstance(module, Fp8Module | Fp32Module))
-
-
-def count(layers: int) -> str:
-    """`1 Linear`, `2 Linears`."""
-    return f"{layers} Linear{'' if layers == 1 else 's'}"
 
 
 def left_out(others: dict[str, str]) -> str:
