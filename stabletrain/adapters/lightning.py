@@ -21,14 +21,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from stabletrain.adapters.callback import IN_A_LOOP, GuardHolder
 from stabletrain.adapters.unchanged import nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.attached_guard import AttachedGuard
 
-IN_A_LOOP = "use guard.step in a loop of your own"
 
-
-class GuardCallback(pl.Callback):
+class GuardCallback(GuardHolder, pl.Callback):
     """Guards the training of a `LightningModule` with automatic optimization. `Trainer.fit` raises what `Guard` raises.
 
     Its state is saved and loaded with Lightning's checkpoints.
@@ -52,18 +51,11 @@ class GuardCallback(pl.Callback):
         max_seconds: float = 120.0,
         policy: Any = None,
     ) -> None:
-        self.guard: AttachedGuard | None = None
-        self._options: dict[str, Any] = {
-            "folder": folder,
-            "rollback": rollback,
-            "max_incidents": max_incidents,
-            "max_seconds": max_seconds,
-            "policy": policy,
-        }
+        limits = {"max_incidents": max_incidents, "max_seconds": max_seconds}
+        super().__init__(folder=folder, rollback=rollback, policy=policy, **limits)
         self._state: dict[str, Any] = {}
         self.first = True
         self._clips = False
-        self._undo: list[Callable[[], Any]] = []
 
     # ---- beginning and end
 
@@ -72,11 +64,7 @@ class GuardCallback(pl.Callback):
         self._release()
         check(trainer, pl_module)
         optimizer, scaler = trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None)
-        model = trainer.strategy.model
-        assert model is not None
-        guard = AttachedGuard.attach(model, optimizer, scaler=scaler, **self._options)
-        self.guard = guard
-        self._undo.append(guard.detach)
+        guard = self._attach(trainer.strategy.model, optimizer, scaler)
         if self._state:
             guard.load_state_dict(self._state)
             self._state = {}
@@ -94,10 +82,6 @@ class GuardCallback(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Detaches the guard."""
         self._release()
-
-    def _release(self) -> None:
-        while self._undo:
-            self._undo.pop()()
 
     # ---- a step
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from stabletrain.adapters.callback import IN_A_LOOP, GuardHolder
 from stabletrain.adapters.unchanged import nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.attached_guard import AttachedGuard
@@ -29,10 +30,8 @@ from stabletrain.guarded.attached_guard import AttachedGuard
 STATE = "stabletrain.guard"
 """Name of the guard's state in `trainer_state.json`."""
 
-IN_A_LOOP = "use guard.step in a loop of your own"
 
-
-class GuardCallback(TrainerCallback):
+class GuardCallback(GuardHolder, TrainerCallback):
     """Guards a Trainer's training. `trainer.train` raises what `Guard` raises.
 
     Its state is saved and loaded with the Trainer's checkpoints.
@@ -57,17 +56,10 @@ class GuardCallback(TrainerCallback):
         max_seconds: float = 120.0,
         policy: Any = None,
     ) -> None:
-        self.guard: AttachedGuard | None = None
+        limits = {"max_incidents": max_incidents, "max_seconds": max_seconds}
+        super().__init__(folder=folder, rollback=rollback, policy=policy, **limits)
         self._trainer = trainer
-        self._options: dict[str, Any] = {
-            "folder": folder,
-            "rollback": rollback,
-            "max_incidents": max_incidents,
-            "max_seconds": max_seconds,
-            "policy": policy,
-        }
         self._first = True
-        self._undo: list[Callable[[], Any]] = []
 
     # ---- beginning and end
 
@@ -77,11 +69,7 @@ class GuardCallback(TrainerCallback):
         """Attaches a new guard."""
         self._release()  # an error may have ended the training before
         trainer = self._trainer
-        optimizer, model = wrapped(trainer), trainer.model_wrapped
-        assert model is not None
-        guard = AttachedGuard.attach(model, optimizer.optimizer, scaler=trainer.accelerator.scaler, **self._options)
-        self.guard = guard
-        self._undo.append(guard.detach)
+        guard = self._attach(trainer.model_wrapped, wrapped(trainer).optimizer, trainer.accelerator.scaler)
         saved = states_in(state)
         if STATE in saved:
             guard.load_state_dict(saved[STATE])
@@ -100,10 +88,6 @@ class GuardCallback(TrainerCallback):
     ) -> None:
         """Detaches the guard."""
         self._release()
-
-    def _release(self) -> None:
-        while self._undo:
-            self._undo.pop()()
 
     # ---- a step
 
