@@ -15,9 +15,6 @@ The errors are in `stabletrain.errors`. Everything else may change between versi
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# import nothing heavier here: `python train.py --help` and config errors must not load torch
-from stabletrain.config.moved import install
-
 if TYPE_CHECKING:
     from stabletrain.api import compare, load, train
     from stabletrain.guarded.guard import Guard
@@ -35,9 +32,7 @@ PLACES = {
     "load": "stabletrain.api",
     "train": "stabletrain.api",
 }
-"""The module of each name. It is imported on first use."""
-
-install()
+"""The module of each name. It is imported on first use: `python train.py --help` and refusals must not load torch."""
 
 
 def __getattr__(name: str) -> Any:

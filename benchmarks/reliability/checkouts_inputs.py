@@ -66,9 +66,9 @@ import sys
 import torch
 
 from stabletrain import __version__
-from stabletrain.compare import by_seed, frame, read_runs
+from stabletrain.comparison import by_seed, frame, read_runs
 from stabletrain.records import Batch, GradNorms
-from stabletrain.stability.clipping.norm import NormClip
+from stabletrain.stability.clipping.fixed import NormClip
 
 runs = frame(sys.argv[1])
 print("columns", *runs.columns)

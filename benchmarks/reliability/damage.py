@@ -1,10 +1,5 @@
-"""Damages one file of a folder: bytes, JSON and YAML values, tensors. Each damage is drawn from a `random.Random`.
+"""Damages one file of a folder: bytes, JSON and YAML values, tensors. Each damage is drawn from a `random.Random`."""
 
-A checkpoint's checksums find nearly all of it. A checkpoint that is sealed again after the damage has right checksums
-and wrong content, as if a program with a bug had written it.
-"""
-
-import hashlib
 import json
 import random
 import shutil
@@ -15,8 +10,6 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-
-from stabletrain.checkpoint.reader import render
 
 DEPTH = 100_000
 """Nesting that no parser follows."""
@@ -198,37 +191,8 @@ INSIDE = {".json": in_json, ".jsonl": in_lines, ".yaml": in_yaml, ".safetensors"
 """Damages of a file's values, by its ending."""
 
 
-def seal(checkpoint: Path) -> bool:
-    """Writes the checksums of a checkpoint's files into its manifest; returns whether that was possible."""
-    try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        for name, entry in manifest["files"].items():
-            content = (checkpoint / name).read_bytes()
-            entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        manifest.pop("sha256", None)
-        (checkpoint / "manifest.json").write_bytes(render(manifest))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
-    return True
-
-
-def seal_manifest(checkpoint: Path) -> bool:
-    """Writes a damaged manifest's own checksum into it; returns whether that was possible."""
-    try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest.pop("sha256", None)
-        (checkpoint / "manifest.json").write_bytes(render(manifest))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
-    return True
-
-
 def damage(folder: Path, draw: random.Random) -> str:
-    """Damages one file below a folder; returns what was done.
-
-    Values are damaged twice as often as bytes. Of a checkpoint, damaged values are sealed in four of five cases; the
-    bytes of tensors never are, because no program could tell them from others.
-    """
+    """Damages one file below a folder, values twice as often as bytes; returns what was done."""
     part = folder / draw.choices(["outputs", "multirun", "shards"], [8, 1, 1])[0]
     files = [file for file in sorted(part.rglob("*")) if file.is_file() and file.name != ".lock"]
     name = draw.choice(sorted({file.name for file in files}))
@@ -238,11 +202,7 @@ def damage(folder: Path, draw: random.Random) -> str:
     inside = INSIDE.get(file.suffix)
     if inside is None or draw.random() < 1 / 3:
         return f"{shown}: {draw.choice(ANY)(file, draw)}"
-    what = f"{shown}: {inside(file, draw)}"
-    if file.parent.parent.name == "checkpoints" and draw.random() < 4 / 5:
-        again = seal_manifest if file.name == "manifest.json" else seal
-        what += ", sealed" if again(file.parent) else ""
-    return what
+    return f"{shown}: {inside(file, draw)}"
 
 
 def copied(base: Path, place: Path) -> Path:

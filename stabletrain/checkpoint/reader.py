@@ -21,11 +21,9 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stabletrain.checkpoint.sound import Manifest, check_skeleton, check_tensors
 from stabletrain.checkpoint.tree import Tree, unflatten
 from stabletrain.errors import ConfigError
 from stabletrain.stored.files import read_file
-from stabletrain.stored.json_files import check_plain, check_type, is_int, parse
 
 CHUNK = 1 << 20
 
@@ -250,24 +248,7 @@ def verify(path: Path, rank: int = 0, count: int = 1) -> Checkpoint:
             names = parts_of(part, files)
             with naming(path, label(part, names)):
                 unflatten(skeleton[part], dict.fromkeys(names_in(path, part, names, skeleton)))
-        if MODEL in files:
-            _check_headers(path, skeleton)
     return _checkpoint(path, manifest)
-
-
-def _check_headers(path: Path, skeleton: Mapping[str, Tree]) -> None:
-    """Checks dtypes and shapes of the tensors of a checkpoint that one process wrote, by the files' headers."""
-    dtypes, shapes = {}, {}
-    for name in WHOLE.values():
-        with naming(path, name), safe_open(path / name, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118
-                part = tensors.get_slice(key)
-                dtypes[key], shapes[key] = part.get_dtype(), part.get_shape()
-    with naming(path, SKELETON):
-        try:
-            check_tensors(skeleton, dtypes, shapes)
-        except ValueError as error:
-            raise UnusableCheckpoint(f"{path}: {error}") from error
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
@@ -295,13 +276,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         if content != render(manifest) or not ours or SKELETON not in manifest["files"]:
             raise UnusableCheckpoint(f"{path}: {MANIFEST} does not match its checksum")
         given = unflatten({"val_loss": manifest["val_loss"], "info": manifest["info"]}, {})
-        manifest |= given
-        # A right checksum does not make the types right: another program may have written the manifest.
-        check_plain(manifest["info"])
-        check_type(manifest, Manifest)
-        if not all(is_int(entry["bytes"]) for entry in manifest["files"].values()):
-            raise TypeError
-        return manifest
+        return manifest | given
 
 
 def _skeleton(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tree]:
@@ -309,11 +284,7 @@ def _skeleton(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tree]:
     files = manifest["files"]
     content = checked(path, SKELETON, files)
     with naming(path, SKELETON):
-        try:
-            skeleton = parse(content)
-            check_skeleton(skeleton, manifest["step"], parted=MODEL not in files)
-        except ValueError as error:
-            raise UnusableCheckpoint(f"{path}: {SKELETON} is damaged: {error}") from error
+        skeleton = json.loads(content)
         return {part: dict(skeleton[part]) for part in (*WHOLE, *(() if MODEL in files else ("shapes",)))}
 
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 from stabletrain.checkpoint.capture import Stateful, capture, restore, sharded_tensors
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.checkpoint.snapshots import Snapshots
-from stabletrain.checkpoint.sound import check_state
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError, TrainingHalted
@@ -228,16 +227,8 @@ class Rollback:
             tracker.note("resume: no usable checkpoint is left here; the run starts again from step 0")
 
     def _resume_from(self, found: Checkpoint) -> None:
-        restore(self._resumption.resume(found, self._load(found)), self.state, self.parts)
-
-    def _load(self, found: Checkpoint) -> Tree:
-        """Returns a checkpoint's state; raises UnusableCheckpoint if it cannot be that of the run."""
         tree = found.load(sharded_tensors(self.state))
-        try:
-            check_state(tree, self.state.model, self.parts)
-        except ValueError as error:
-            raise UnusableCheckpoint(f"{found.path}: its state is damaged: {error}") from error
-        return tree
+        restore(self._resumption.resume(found, tree), self.state, self.parts)
 
     def _first_usable(
         self, look: Callable[[], Checkpoint | None], use: Callable[[Checkpoint], None]
@@ -457,7 +448,7 @@ class Rollback:
                 return kept, target
             fault = ""
             try:
-                trees = [self._load(saved)]
+                trees = [saved.load(sharded_tensors(self.state))]
             except UnusableCheckpoint as error:
                 fault = str(error)
             if self.checkpoints.accept(saved, fault):

@@ -298,6 +298,18 @@ def test_a_step_reached_again_is_replaced(run):
     assert run.newest().load()["model"]["w"][0, 0] == 11
 
 
+def test_a_rejected_checkpoint_is_skipped_until_it_is_written_again(run, capsys):
+    for step in (10, 20):
+        run.save(step)
+    newest = run.newest()
+    assert run.checkpoints.accept(newest, "")
+    assert not run.checkpoints.accept(newest, "the checkpoint has no state of 'guard'")
+    assert capsys.readouterr().err.count("checkpoint skipped") == 1
+    assert (run.newest().step, run.preferred().step) == (10, 10)
+    run.save(20)
+    assert run.newest().step == 20
+
+
 # ---------------------------------------------------------------------------------------- as a user sees it
 
 

@@ -123,7 +123,7 @@ def test_a_room_sees_only_what_lies_below_it(file):
     if room == "__init__":
         names = imports(file, top_level_only=True)  # the public names are imported on first use
         seen = {name.split(".")[1] for name in names if name.startswith("stabletrain.")}
-        assert seen == {"config"}, "stabletrain/__init__.py imports nothing else, so that --help stays fast"
+        assert not seen, f"stabletrain/__init__.py imports {min(seen)} at once, so that --help is slower"
         return
     assert room in MAY_SEE, f"the room {room} is new: say in MAY_SEE what it may import"
     for name in imports(file):
