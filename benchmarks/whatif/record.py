@@ -182,9 +182,9 @@ def ranking_of(place: Path) -> dict[str, Any]:
     keys = ("rank", "arm", "held", "came_back", "behind_best", "tied", "val_loss", "overrides")
     arms = [
         {**{key: each[key] for key in keys}, "broke": short(each["broke"]), "behind": each["behind_first"]}
-        for each in (*text["arms"], *text["first_heat_only"])
+        for each in (*text["arms"], *text["first_round_only"])
     ]
-    return {**{key: text[key] for key in ("winner", "tied", "verdict", "start", "heats")}, "arms": arms}
+    return {**{key: text[key] for key in ("winner", "tied", "verdict", "start", "rounds")}, "arms": arms}
 
 
 def again(case: Case, run: Path, ranking: dict[str, Any]) -> dict[str, Any]:
@@ -203,9 +203,9 @@ def again(case: Case, run: Path, ranking: dict[str, Any]) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         start = prepare(planned.base, planned.origin, planned.folder)
         chosen, starts = starts_of(dataclasses.replace(chosen, seeds=[seed]), start)
-        stop = min(planned.base.total, planned.heats[-1] + 100)
+        stop = min(planned.base.total, planned.rounds[-1] + 100)
         others = with_other_seeds(chosen, start, starts, chosen.arms, stop, Asked(run))[seed]
-    facts, after = facts_of(start), planned.heats[0]
+    facts, after = facts_of(start), planned.rounds[0]
     places = {each.outcome.arm.name: each for each in ranked(others, facts, after).places}
     first = places[winner].outcome.after(position(after, facts.skipped))
     return {

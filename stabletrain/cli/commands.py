@@ -311,7 +311,7 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         type=int,
         default=1,
-        help="repeat the arms of the last heat, so that each has run with so many seeds (default: %(default)s)",
+        help="repeat the arms of the last round, so that each has run with so many seeds (default: %(default)s)",
     )
     add_array_options(parser)
 

@@ -40,7 +40,7 @@ TIGHTER = 0.3
 BETA2 = 0.95
 
 WHILE = 50
-"""Steps past the trouble for which a brief arm lowers the learning rate: the first heat goes further by default."""
+"""Steps past the trouble for which a brief arm lowers the learning rate: the first round goes further by default."""
 
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/.-]*=.+", re.DOTALL)
 

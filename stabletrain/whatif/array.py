@@ -20,8 +20,8 @@ from stabletrain.machine.slurm import ENDED, sbatch, scancel, states
 from stabletrain.printable import say
 from stabletrain.stored.json_files import DamagedFile, read_record
 from stabletrain.tracking.metrics import replace
-from stabletrain.whatif.heats import ArmArray, Leg
 from stabletrain.whatif.outcome import REFUSED
+from stabletrain.whatif.rounds import ArmArray, Leg
 from stabletrain.whatif.task import write_leg
 
 ARRAYS, RECORD, LEG, LOG = "slurm", "array.json", "leg.json", "slurm.log"
@@ -82,7 +82,7 @@ def run_array(legs: Sequence[Leg], slurm: ArmArray, told: Callable[[Leg], None])
     """Runs arms as an array, and waits until they are over; raises as `run_legs`.
 
     Args:
-        legs: arms of one heat that are not over.
+        legs: arms of one round that are not over.
         slurm: submits them.
         told: called with each arm that is over.
     """

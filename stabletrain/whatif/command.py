@@ -23,21 +23,21 @@ from stabletrain.stored.json_files import DamagedFile, read_record
 from stabletrain.tracking.metrics import replace
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.averaging import MissingState
-from stabletrain.whatif.heats import Leg, run_legs
 from stabletrain.whatif.opening import opening, seeds_text
 from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
 from stabletrain.whatif.page import write_whatif_page
 from stabletrain.whatif.plan import FEWEST, Asked, Plan, plan
 from stabletrain.whatif.ranking import Ranking, finalists, rank, to_reference
 from stabletrain.whatif.report import Found, about_table, command, ending, rows, table, write_json
+from stabletrain.whatif.rounds import Leg, run_legs
 from stabletrain.whatif.seeds import with_other_seeds
 from stabletrain.whatif.start import prepare, start_of
 
-FIRST_HEAT = "first_heat.json"
-"""In the folder of a what-if: how its first heat ended."""
+FIRST_ROUND = "first_round.json"
+"""In the folder of a what-if: how its first round ended."""
 
 
-class FirstHeat(TypedDict):
+class FirstRound(TypedDict):
     """The content of that file: what was asked for, and which arms go on."""
 
     stop: int
@@ -72,14 +72,14 @@ def whatif(asked: Asked) -> None:
 
 
 def run(planned: Plan, asked: Asked) -> Found:
-    """Runs the heats and ranks the arms; raises as `whatif`."""
+    """Runs the rounds and ranks the arms; raises as `whatif`."""
     base, trouble, folder = planned.base, planned.trouble, planned.folder
     start = prepare(base, planned.origin, folder)
     facts = facts_of(start)
     planned, starts = starts_of(planned, start)
-    first, *later = planned.heats
+    first, *later = planned.rounds
     compared = trouble.last if trouble.last + FEWEST <= first else facts.step
-    ranking = heat(planned, starts, facts, planned.arms, first, compared, asked)
+    ranking = run_round(planned, starts, facts, planned.arms, first, compared, asked)
     going = going_on(folder, ranking, first, asked.best)
     if not going or not (later or planned.seeds):
         return Found(base, trouble, facts.step, folder, [first], ranking, [], starts, planned.refused, compared)
@@ -87,10 +87,10 @@ def run(planned: Plan, asked: Asked) -> Found:
     stop, after = first, compared
     if later:
         # With a single arm left there is nothing to compare, and whether it relapses is still worth knowing. Later
-        # batches than those that chose the arms. An arm that skipped data has read some of them in the first heat.
+        # batches than those that chose the arms. An arm that skipped data has read some of them in the first round.
         stop, after = later[0], first
-        say(f"\nsecond heat, to step {stop:,}: {', '.join(going)}", flush=True)
-        final = heat(planned, starts, facts, arms, stop, after, asked)
+        say(f"\nsecond round, to step {stop:,}: {', '.join(going)}", flush=True)
+        final = run_round(planned, starts, facts, arms, stop, after, asked)
     else:
         final = ranked([each.outcome for each in ranking.places if each.outcome.arm in arms], facts, after)
     if planned.seeds:
@@ -104,7 +104,7 @@ def run(planned: Plan, asked: Asked) -> Found:
         place = position(compared, facts.skipped)
         out = [to_reference(each, reference, place) for each in out]
     seeds = [planned.seed, *planned.seeds] if planned.seeds else []
-    return Found(base, trouble, facts.step, folder, planned.heats, final, out, starts, planned.refused, after, seeds)
+    return Found(base, trouble, facts.step, folder, planned.rounds, final, out, starts, planned.refused, after, seeds)
 
 
 def starts_of(planned: Plan, start: Checkpoint) -> tuple[Plan, dict[str, Path]]:
@@ -120,7 +120,7 @@ def starts_of(planned: Plan, start: Checkpoint) -> tuple[Plan, dict[str, Path]]:
     return dataclasses.replace(planned, arms=arms, refused=refused), starts
 
 
-def heat(
+def run_round(
     planned: Plan,
     starts: Mapping[str, Path],
     facts: Facts,
@@ -155,11 +155,11 @@ def ranked(
 
 
 def going_on(folder: Path, ranking: Ranking, stop: int, count: int) -> list[str]:
-    """Returns the arms of the second heat. They are recorded: a what-if that goes on must not choose others."""
-    file, arms = folder / FIRST_HEAT, sorted(each.outcome.arm.name for each in ranking.places)
+    """Returns the arms of the second round. They are recorded: a what-if that goes on must not choose others."""
+    file, arms = folder / FIRST_ROUND, sorted(each.outcome.arm.name for each in ranking.places)
     asked = {"stop": stop, "best": count, "arms": arms}
     with suppress(DamagedFile):
-        known: dict[str, Any] = dict(read_record(file, FirstHeat))
+        known: dict[str, Any] = dict(read_record(file, FirstRound))
         if {key: known[key] for key in asked} == asked and {*known["going"]} <= {*arms}:
             return known["going"]
     going = finalists(ranking, count)

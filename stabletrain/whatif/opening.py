@@ -14,7 +14,7 @@ from stabletrain.whatif.trouble import Trouble
 def opening(planned: Plan, asked: Asked) -> str:
     """Returns the lines that say what is going to happen, and the price."""
     base, origin, trouble = planned.base, planned.origin, planned.trouble
-    count, first = len(planned.arms), planned.heats[0] - origin.step
+    count, first = len(planned.arms), planned.rounds[0] - origin.step
     lines = [
         f"run      {base.run}",
         f"trouble  {steps_text(trouble)}: {trouble.text}",
@@ -23,15 +23,15 @@ def opening(planned: Plan, asked: Asked) -> str:
     refused = f"; {len(planned.refused)} do not apply (--list says why)" if planned.refused else ""
     lines.append(f"arms     {', '.join(arm.name for arm in planned.arms)}{refused}")
     lines.append(f"how      {way(asked)}")
-    price = f"first heat {count} x {first:,} = {count * first:,} steps"
+    price = f"first round {count} x {first:,} = {count * first:,} steps"
     total = origin.steps + count * first
     most = min(count, asked.best + 1)
-    if len(planned.heats) > 1:
-        longer = planned.heats[1] - planned.heats[0]
+    if len(planned.rounds) > 1:
+        longer = planned.rounds[1] - planned.rounds[0]
         price += f", second at most {most} x {longer:,} = {most * longer:,} steps"
         total += most * longer
     if planned.seeds:
-        each, runs = planned.heats[-1] - origin.step, most * len(planned.seeds)
+        each, runs = planned.rounds[-1] - origin.step, most * len(planned.seeds)
         price += f", with {seeds_text(planned.seeds)} at most {runs} x {each:,} = {runs * each:,} steps"
         total += runs * each
     again = f"{origin.steps:,} steps to compute the state, " if origin.steps else ""

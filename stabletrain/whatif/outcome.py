@@ -128,7 +128,7 @@ def read_outcome(arm: Arm, folder: Path, start: Facts, until: int) -> Outcome:
         arm: the arm.
         folder: its run folder.
         start: of the state from which it started.
-        until: the last step whose losses count: the arm may have gone on with a later heat.
+        until: the last step whose losses count: the arm may have gone on with a later round.
     """
     if (folder / REFUSED).exists():
         reason = read_words(folder / REFUSED).strip()
@@ -136,7 +136,7 @@ def read_outcome(arm: Arm, folder: Path, start: Facts, until: int) -> Outcome:
     run = read_run(folder)
     final, reason = run.record.get("final", {}), str(run.record.get("reason") or "")
     broke = reason if run.status in ("halted", "failed") or reason.startswith(NOT_FINITE) else ""
-    # An arm that has gone on with a later heat: its place in this one must not change when the what-if is called again.
+    # An arm may have gone on with a later round; its place in this one must stay when the what-if is called again.
     step = min(int(final.get("steps", run.steps)), until)
     steps, values = run.curve("val/loss", -1)
     at_end = values[steps == step]

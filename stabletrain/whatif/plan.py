@@ -1,4 +1,4 @@
-"""What a what-if is going to do: the trouble, the state before it, the arms that apply, and how far each heat goes."""
+"""What a what-if is going to do: the trouble, the state before it, the arms that apply, and how far each round goes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from stabletrain.stored.trusted import check_links
 from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
 from stabletrain.whatif.averaging import averaged_steps
 from stabletrain.whatif.base import Base, read_base
-from stabletrain.whatif.heats import ArmArray
 from stabletrain.whatif.judging import judge_all, usual_rate
+from stabletrain.whatif.rounds import ArmArray
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin
 from stabletrain.whatif.statistics import LEAST
 from stabletrain.whatif.target import find_target
@@ -29,11 +29,11 @@ class Asked:
         start: step of the state to start from; None for the newest healthy one before the trouble.
         arms: names of the arms; None for all that apply.
         own: arms of the user, each `key=value[,key=value...]`.
-        past: steps after the trouble to which the first heat goes.
-        steps: steps by which the second heat is longer; 0 for none.
-        best: number of arms in the second heat, besides `nothing`.
+        past: steps after the trouble to which the first round goes.
+        steps: steps by which the second round is longer; 0 for none.
+        best: number of arms in the second round, besides `nothing`.
         jobs: number of arms that run at once.
-        seeds: number of seeds with which the arms of the last heat are compared, the run's own included.
+        seeds: number of seeds with which the arms of the last round are compared, the run's own included.
         slurm: runs them as an array job of Slurm; None for on this machine.
     """
 
@@ -66,9 +66,9 @@ class Plan:
         base, trouble, origin: the run, its trouble, and where the start state comes from.
         arms: those that apply.
         refused: those that do not.
-        heats: the last step of each heat.
+        rounds: the last step of each round.
         seed: of the run.
-        seeds: the other seeds with which the arms of the last heat are repeated.
+        seeds: the other seeds with which the arms of the last round are repeated.
         place: the folder of the what-if; None for the one that is named after the state.
     """
 
@@ -77,7 +77,7 @@ class Plan:
     origin: Origin
     arms: Sequence[Arm]
     refused: Sequence[Arm]
-    heats: Sequence[int]
+    rounds: Sequence[int]
     seed: int = 0
     seeds: Sequence[int] = ()
     place: Path | None = None
@@ -123,14 +123,14 @@ def plan(asked: Asked) -> Plan:
     first = min(base.total, max(trouble.last, origin.step) + asked.past)
     second = min(base.total, first + asked.steps)
     seed = base.get("seed", 0)
-    heats = [first, second] if second - first >= FEWEST else [first]
+    rounds = [first, second] if second - first >= FEWEST else [first]
     return Plan(
         base,
         trouble,
         origin,
         [arm for arm in arms if not arm.refused],
         [arm for arm in arms if arm.refused],
-        heats,
+        rounds,
         seed,
         range(seed + 1, seed + asked.seeds),
     )

@@ -280,12 +280,12 @@ def reference_of(alive: Sequence[str], seeds: Iterable[Sequence[Outcome]]) -> st
 
 
 def to_reference(ranked: Ranked, reference: Outcome, place: int) -> Ranked:
-    """Returns an arm of the first heat with its difference to the reference of the last one, and no tie.
+    """Returns an arm of the first round with its difference to the reference of the last one, and no tie.
 
     Args:
         ranked: the arm.
         reference: how the reference ended.
-        place: position in the data from which on the first heat compared batches.
+        place: position in the data from which on the first round compared batches.
     """
     difference = paired(ranked.outcome.after(place), reference.after(place))
     return replace(ranked, difference=difference, tied=False)

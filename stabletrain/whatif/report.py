@@ -34,10 +34,10 @@ class Found:
         base, trouble: the run and its trouble.
         step: of the state from which the arms start.
         folder: of the what-if.
-        heats: the last step of each heat that was run.
-        ranking: of the last heat.
-        out: the arms that ended with the first heat, in its order; their differences are to the same reference, on the
-            batches of that heat.
+        rounds: the last step of each round that was run.
+        ranking: of the last round.
+        out: the arms that ended with the first round, in its order; their differences are to the same reference, on the
+            batches of that round.
         starts: by arm, the checkpoint that it resumed.
         refused: the arms that do not apply.
         compared: the step after which batches are compared.
@@ -48,7 +48,7 @@ class Found:
     trouble: Trouble
     step: int
     folder: Path
-    heats: Sequence[int]
+    rounds: Sequence[int]
     ranking: Ranking
     out: Sequence[Ranked]
     starts: Mapping[str, Path]
@@ -58,7 +58,7 @@ class Found:
 
 
 def rows(found: Found) -> list[tuple[str, ...]]:
-    """Returns the cells of the table, without the head: the ranking, and then the arms of the first heat only."""
+    """Returns the cells of the table, without the head: the ranking, and then the arms of the first round only."""
     mark = "=" if len(found.ranking.tied) > 1 else ""
     numbers = [f"{number}{mark if each.tied else ''}" for number, each in enumerate(found.ranking.places, 1)]
     first = [row(number, each, found) for number, each in zip(numbers, found.ranking.places, strict=True)]
@@ -140,8 +140,8 @@ def about_table(found: Found) -> list[str]:
     ]
     if found.seeds:
         lines.append(f"loss and val loss: means over the seeds {', '.join(map(str, found.seeds))}")
-    if found.out and len(found.heats) > 1:
-        lines.append(f"arms without a number ended with the first heat, at step {found.heats[0]:,}")
+    if found.out and len(found.rounds) > 1:
+        lines.append(f"arms without a number ended with the first round, at step {found.rounds[0]:,}")
     elif found.out:
         lines.append(f"arms without a number ran with the seed {found.seeds[0]} only")
     if len(found.ranking.tied) > 1:
@@ -167,7 +167,7 @@ def as_json(found: Found) -> dict[str, Any]:
             "run_id": found.base.record.get("id"),
             "trouble": {"first": found.trouble.first, "last": found.trouble.last, "text": found.trouble.text},
             "start": found.step,
-            "heats": list(found.heats),
+            "rounds": list(found.rounds),
             "compared_after": found.compared,
             "seeds": list(found.seeds) or None,
             "reference": found.ranking.reference or None,
@@ -176,7 +176,7 @@ def as_json(found: Found) -> dict[str, Any]:
             "verdict": found.ranking.verdict,
             "command": command(found) or None,
             "arms": [arm_json(number, each) for number, each in enumerate(found.ranking.places, 1)],
-            "first_heat_only": [arm_json(None, each) for each in found.out],
+            "first_round_only": [arm_json(None, each) for each in found.out],
             "refused": [{"arm": arm.name, "reason": arm.refused} for arm in found.refused],
         }
     )

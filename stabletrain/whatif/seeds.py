@@ -1,4 +1,4 @@
-"""Repeats the arms of the last heat with other seeds: the data in another order, and other random numbers.
+"""Repeats the arms of the last round with other seeds: the data in another order, and other random numbers.
 
 A seed is a setting that a resume may change. The start is resumed with it, and saved again before its first step, so
 all arms of a seed start from one state, read identical batches, and change no more than the arm does. Everything of a
@@ -16,11 +16,11 @@ from stabletrain.config.arguments import merged, parse_arguments
 from stabletrain.printable import say
 from stabletrain.whatif.arms import MEAN, Arm
 from stabletrain.whatif.base import KEEPING, QUIET, Base
-from stabletrain.whatif.heats import Leg, run_legs
 from stabletrain.whatif.job import train_until
 from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
 from stabletrain.whatif.plan import Asked, Plan
 from stabletrain.whatif.report import ending
+from stabletrain.whatif.rounds import Leg, run_legs
 from stabletrain.whatif.start import start_of
 
 
@@ -33,7 +33,7 @@ def with_other_seeds(
         planned: with the seeds.
         start: of the run's own seed.
         starts: by arm, the checkpoint that it resumes with the run's own seed.
-        arms: those of the last heat.
+        arms: those of the last round.
         stop: the step.
         asked: how the arms run.
 

@@ -16,7 +16,7 @@ from stabletrain.stored.json_files import read_record
 from stabletrain.tracking.metrics import replace
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.base import Base
-from stabletrain.whatif.heats import Leg, in_process
+from stabletrain.whatif.rounds import Leg, in_process
 
 
 class LegRecord(TypedDict):

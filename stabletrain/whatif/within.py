@@ -1,6 +1,6 @@
 """A what-if within a budget of steps, run by all ranks of a run: the arms one after the other, in this process.
 
-The arms run in their order for as long as the budget lasts. Part of it is set aside for the second heat, and for the
+The arms run in their order for as long as the budget lasts. Part of it is set aside for the second round, and for the
 best arm from step 0: the state before the trouble can be damaged already, as by a learning rate that was too high from
 the start. What each arm has cost is recorded, so a what-if that was interrupted spends the same budget in the same way.
 """
@@ -23,15 +23,15 @@ from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking import metrics
 from stabletrain.whatif.arms import SKIP, Arm
 from stabletrain.whatif.command import going_on, ranked
-from stabletrain.whatif.heats import Leg, run_leg
 from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
 from stabletrain.whatif.plan import FEWEST, Plan
 from stabletrain.whatif.ranking import to_reference
 from stabletrain.whatif.report import Found, ending
+from stabletrain.whatif.rounds import Leg, run_leg
 from stabletrain.whatif.start import Origin, newest, on_data_of, prepare, start_of
 
 BEST = 2
-"""Number of arms in the second heat."""
+"""Number of arms in the second round."""
 
 SHARE = 0.25
 """Share of the budget above which the best arm is not tried from step 0."""
@@ -40,11 +40,11 @@ FROM_0 = "from_step_0"
 """What the name of that arm begins with."""
 
 COSTS = "costs.json"
-"""In the folder of a what-if: what each arm has cost in each heat."""
+"""In the folder of a what-if: what each arm has cost in each round."""
 
 
 class Costs(TypedDict):
-    """The content of that file: the steps that were executed, by `<arm> to <last step of the heat>`."""
+    """The content of that file: the steps that were executed, by `<arm> to <last step of the round>`."""
 
     steps: dict[str, Count]
 
@@ -75,13 +75,13 @@ class Within:
 
     @property
     def length(self) -> int:
-        """Steps of an arm in the first heat."""
-        return self.plan.heats[0] - self.plan.origin.step
+        """Steps of an arm in the first round."""
+        return self.plan.rounds[0] - self.plan.origin.step
 
     @property
     def longer(self) -> int:
-        """Steps of an arm in the second heat; 0 if the budget has no room for it beside two arms of the first."""
-        steps = self.plan.heats[-1] - self.plan.heats[0]
+        """Steps of an arm in the second round; 0 if the budget has no room for it beside two arms of the first."""
+        steps = self.plan.rounds[-1] - self.plan.rounds[0]
         return steps if self.plan.origin.steps + 2 * self.length + BEST * steps <= self.budget else 0
 
     @property
@@ -89,7 +89,7 @@ class Within:
         """Steps of the best arm from step 0; 0 if that is not tried."""
         if not (self.plan.origin.step and self.plan.base.began_at_0):
             return 0
-        steps = self.plan.heats[-1] if self.longer else self.plan.heats[0]
+        steps = self.plan.rounds[-1] if self.longer else self.plan.rounds[0]
         first = self.plan.origin.steps + 2 * self.length + BEST * self.longer
         return steps if first + steps <= self.budget and steps <= SHARE * self.budget else 0
 
@@ -99,7 +99,7 @@ class Within:
         return self.plan.origin.steps + self.length <= self.budget
 
     def run(self) -> Found | None:
-        """Runs the heats and ranks the arms; returns what was found, and None on the other ranks.
+        """Runs the rounds and ranks the arms; returns what was found, and None on the other ranks.
 
         Raises:
             Interrupted: a signal arrived; the states are saved.
@@ -107,7 +107,7 @@ class Within:
         """
         base, trouble, folder = self.plan.base, self.plan.trouble, self.plan.folder
         start = prepare(base, self.plan.origin, folder, self._listening)
-        facts, first = facts_of(start), self.plan.heats[0]
+        facts, first = facts_of(start), self.plan.rounds[0]
         self.spent = self.plan.origin.steps
         compared = trouble.last if trouble.last + FEWEST <= first else facts.step
         outcomes: dict[str, Outcome] = {}
@@ -128,16 +128,16 @@ class Within:
             going = going_on(folder, ranking, first, BEST)
         going = run_on_main(self.ranks, lambda: going)
         self._drop_states([name for name in self.tried if name not in going])
-        final, heats, after, ended = ranking, [first], compared, outcomes
+        final, rounds, after, ended = ranking, [first], compared, outcomes
         if self.longer and going:
-            heats, after, ended = [first, first + self.longer], first, {}
-            self._say(f"second heat, to step {heats[1]:,}: {', '.join(going)}")
+            rounds, after, ended = [first, first + self.longer], first, {}
+            self._say(f"second round, to step {rounds[1]:,}: {', '.join(going)}")
             for arm in [each for each in self.plan.arms if each.name in going]:
-                self._run_arm(arm, starts[arm.name], facts, heats[1], ended)
+                self._run_arm(arm, starts[arm.name], facts, rounds[1], ended)
             final = ranked([*ended.values()], facts, first) if self.ranks.is_main else None
         best = run_on_main(self.ranks, lambda: final.winner if final is not None and self.anew else "")
         if arm := next((each for each in self.plan.arms if each.name == best and each.edit in ("", SKIP)), None):
-            self._run_from_0(arm, facts, heats[-1], starts, ended)
+            self._run_from_0(arm, facts, rounds[-1], starts, ended)
             final = ranked([*ended.values()], facts, after) if self.ranks.is_main else None
         if final is None or ranking is None:
             return None
@@ -145,7 +145,7 @@ class Within:
         if final.reference:
             reference = outcomes.get(final.reference) or ended[final.reference]
             out = [to_reference(each, reference, position(compared, facts.skipped)) for each in out]
-        return Found(base, trouble, facts.step, folder, heats, final, out, starts, self.plan.refused, after)
+        return Found(base, trouble, facts.step, folder, rounds, final, out, starts, self.plan.refused, after)
 
     def _run_from_0(
         self, arm: Arm, other: Facts, stop: int, starts: dict[str, Path], outcomes: dict[str, Outcome]
@@ -176,7 +176,7 @@ class Within:
                 self._drop_states([arm.name])
 
     def _cost(self, leg: Leg, facts: Facts) -> int:
-        """Returns the steps that an arm has executed in a heat, and records them."""
+        """Returns the steps that an arm has executed in a round, and records them."""
         file, known = self.plan.folder / COSTS, dict[str, int]()
         with suppress(DamagedFile):
             known = read_record(file, Costs)["steps"]

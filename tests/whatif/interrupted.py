@@ -18,13 +18,13 @@ from hydra.core.hydra_config import HydraConfig
 from stabletrain.cli.train import train_command
 from stabletrain.parallel.ranks import current_ranks, exit_process
 from stabletrain.trainer import loop, rollback
-from stabletrain.whatif import healing, heats, within
+from stabletrain.whatif import healing, rounds, within
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "halt": (rollback.Rollback, "save_last_healthy", lambda *given: True),  # the event is written
-    "arm": (heats.Reached, "__call__", lambda reached, run: True),  # after a step of an arm
-    "stop": (heats.Reached, "__call__", lambda reached, run: run.state.step == reached.stop),  # its last one
-    "second": (heats.Reached, "__call__", lambda reached, run: reached.stop == run.plan.steps),
+    "arm": (rounds.Reached, "__call__", lambda reached, run: True),  # after a step of an arm
+    "stop": (rounds.Reached, "__call__", lambda reached, run: run.state.step == reached.stop),  # its last one
+    "second": (rounds.Reached, "__call__", lambda reached, run: reached.stop == run.plan.steps),
     "validation": (loop, "validate", lambda run: "/whatif/" in HydraConfig.get().runtime.output_dir),
     "cost": (within.Within, "_cost", lambda *given: True),  # an arm is over
     "ranking": (within, "ranked", lambda *given: True),

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
-from stabletrain.whatif import array, heats
+from stabletrain.whatif import array, rounds
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.heats import Leg, run_leg, run_legs
+from stabletrain.whatif.rounds import Leg, run_leg, run_legs
 from stabletrain.whatif.task import read_leg
-from tests.whatif.test_heats import SLOWER, losses
+from tests.whatif.test_rounds import SLOWER, losses
 
 ARMS = [Arm("nothing"), SLOWER, Arm("optimizer.lr=1e-3,zloss=palm", ("optimizer.lr=1e-3", "zloss=palm"), named="you")]
 
@@ -104,9 +104,9 @@ def test_a_task_computes_with_the_threads_of_the_process_that_submits(shared_run
     assert threads == 7
     monkeypatch.undo()
     used = []
-    monkeypatch.setattr(heats, "run_leg", lambda leg, live: used.append(torch.get_num_threads()))
+    monkeypatch.setattr(rounds, "run_leg", lambda leg, live: used.append(torch.get_num_threads()))
     try:
-        heats.in_process(leg, 2)
+        rounds.in_process(leg, 2)
     finally:
         torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.default_int_handler)

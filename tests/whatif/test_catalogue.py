@@ -11,7 +11,7 @@ from stabletrain.config.resuming import acting
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.whatif.arms import catalogue
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.heats import Leg, run_leg
+from stabletrain.whatif.rounds import Leg, run_leg
 from stabletrain.whatif.start import start_of
 from stabletrain.whatif.trouble import Trouble
 

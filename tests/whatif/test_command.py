@@ -12,7 +12,7 @@ import pytest
 import stabletrain
 from stabletrain.cli.commands import main
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.whatif import command, heats
+from stabletrain.whatif import command, rounds
 from stabletrain.whatif.ranking import finalists, rank
 from tests.comparison.browser import browser, opened
 from tests.runs import python
@@ -56,15 +56,15 @@ def test_what_is_going_to_happen_is_said_with_its_price(done):
     assert "trouble  steps 92 to 95: 4 skipped steps, 1 rollback: loss " in out
     assert "start    the state after step 80, which was not kept: computed again from step-00000060" in out
     # 95 + 30 - 80 steps for each of three arms, and 30 more for the best, and for nothing
-    price = "20 steps to compute the state, first heat 3 x 45 = 135 steps, second at most 2 x 30 = 60 steps; about "
+    price = "20 steps to compute the state, first round 3 x 45 = 135 steps, second at most 2 x 30 = 60 steps; about "
     assert f"price    {price}" in out
 
 
 def test_the_table_ranks_the_arms_and_the_files_have_the_same(done):
     run, out = done
     found = found_in(run)
-    assert (found["start"], found["heats"], found["compared_after"]) == (80, [125, 155], 125)
-    ranked = [*found["arms"], *found["first_heat_only"]]
+    assert (found["start"], found["rounds"], found["compared_after"]) == (80, [125, 155], 125)
+    ranked = [*found["arms"], *found["first_round_only"]]
     assert {each["arm"] for each in ranked} == {"nothing", "lr_half", "optimizer.lr=1e-3,zloss=palm"}
     table = re.findall(r"^( *\d?=?)  (\S+) +came back: 1 rollback, 4 skips +(\S+)", out, re.MULTILINE)
     assert [name for _, name, _ in table] == [each["arm"] for each in ranked]
@@ -81,7 +81,7 @@ def test_a_difference_is_that_of_the_logged_losses(done):
     # All arms roll back in the same way, over 17 batches, so the same step reads the same batch.
     run, _ = done
     found = found_in(run)
-    for each in [*found["arms"], *found["first_heat_only"]]:
+    for each in [*found["arms"], *found["first_round_only"]]:
         batch, last = (125, 155) if each in found["arms"] else (95, 125)
         mine, other = (
             {line["step"]: line["train/ce"] for line in read_jsonl(folder_of(run) / name / "metrics.jsonl")
@@ -117,7 +117,7 @@ def test_the_page_has_the_ranking_and_the_curves_from_the_fork_on(done):
     found = found_in(run)
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
     assert [arm["name"] for arm in data["arms"]] == [
-        each["arm"] for each in [*found["arms"], *found["first_heat_only"]]
+        each["arm"] for each in [*found["arms"], *found["first_round_only"]]
     ]
     assert all(arm["curves"]["train/loss"]["x"][0] == 81 for arm in data["arms"])
     for words in (found["verdict"], "optimizer.lr=1e-3 zloss=palm", "Continue the run"):
@@ -136,20 +136,20 @@ def test_the_page_is_drawn_in_a_browser(done):
 def test_the_same_command_again_runs_nothing(done, monkeypatch, capsys, tmp_path):
     run = shutil.copytree(done[0], tmp_path / "run")
     first = found_in(run)
-    monkeypatch.setattr("stabletrain.whatif.heats.train_until", None)
+    monkeypatch.setattr("stabletrain.whatif.rounds.train_until", None)
     monkeypatch.setattr("stabletrain.whatif.start.train_until", None)
     assert typed(run, "--arms", "lr_half", *TYPED, "optimizer.lr=1e-3,zloss=palm") == 0
     again = found_in(run)
     for each in (first, again):  # the copy lies elsewhere
-        for arm in [*each["arms"], *each["first_heat_only"]]:
+        for arm in [*each["arms"], *each["first_round_only"]]:
             arm["folder"] = arm["folder"].rpartition("/")[2]
     assert again["arms"] == first["arms"]
-    assert again["first_heat_only"] == first["first_heat_only"]
+    assert again["first_round_only"] == first["first_round_only"]
 
 
-def test_the_arms_of_the_second_heat_are_remembered(done, tmp_path):
-    shutil.copy(folder_of(done[0]) / "first_heat.json", tmp_path)
-    kept = json.loads((tmp_path / "first_heat.json").read_text())
+def test_the_arms_of_the_second_round_are_remembered(done, tmp_path):
+    shutil.copy(folder_of(done[0]) / "first_round.json", tmp_path)
+    kept = json.loads((tmp_path / "first_round.json").read_text())
     places = rank([ended(name) for name in kept["arms"]], 0)
     assert command.going_on(tmp_path, places, 125, 1) == kept["going"]
     assert command.going_on(tmp_path, places, 125, 2) == finalists(places, 2), "asked otherwise"
@@ -208,14 +208,14 @@ def test_two_at_once_are_refused(run, capsys):
 
 
 def test_a_signal_ends_it_with_the_states_saved_and_the_code_of_an_interrupted_run(run, capsys, monkeypatch):
-    reached = heats.Reached.__call__
+    reached = rounds.Reached.__call__
 
     def signalled(self, job):
         if job.state.step == 90:
             signal.raise_signal(signal.SIGTERM)
         return reached(self, job)
 
-    monkeypatch.setattr(heats.Reached, "__call__", signalled)
+    monkeypatch.setattr(rounds.Reached, "__call__", signalled)
     assert typed(run, "--arms", "lr_half", *TYPED) == 75
     assert "stabletrain: the what-if was stopped, its states are saved; fix: type it again" in capsys.readouterr().err
     assert (folder_of(run) / "nothing" / "checkpoints").is_dir()

@@ -162,14 +162,14 @@ def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
     anew, other = (
         next(each for each in told["arms"] if each["arm"] == f"{name}lr_usual") for name in (f"{FROM_0}:", "")
     )
-    first, last = told["heats"]
+    first, last = told["rounds"]
     assert anew["difference"]["count"] == last - first, "it has read every batch that the others have read"
     assert 0 < other["difference"]["count"] <= last - first
 
 
 @pytest.mark.slow
 def test_a_run_heals_itself_twice(tmp_path):
-    # The second bad data come after the second heat of the first what-if.
+    # The second bad data come after the second round of the first what-if.
     twice = ["optimizer.lr=0.01", "steps=760", "faults=poison", "faults.length=4", "faults.at=[150,700]", "log_every=1"]
     twice += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=8000"]
     found = stabletrain.train([*HALTS, *twice, f"hydra.run.dir={tmp_path / 'run'}"])
@@ -187,22 +187,22 @@ def test_a_run_heals_itself_twice(tmp_path):
     assert max(arm) == max(run) == 760
 
 
-def planned(step, arms, heats, changes=()):
+def planned(step, arms, rounds, changes=()):
     """A plan whose arms start after a step that is computed again from step 0."""
     base = Base(Path("run"), step, {}, Arguments([], []), Settings({}, {}), changes)
-    return Plan(base, Trouble(9, 9, 9, ""), Origin(step, step, None), [Arm(name) for name in arms], [], heats)
+    return Plan(base, Trouble(9, 9, 9, ""), Origin(step, step, None), [Arm(name) for name in arms], [], rounds)
 
 
 def within(budget, origin=100):
-    """A what-if of arms of 150 steps, and 300 in the second heat."""
-    heats = [origin + 150, origin + 450]
-    return Within(planned(origin, ["a", "b"], heats), budget, current_ranks(), print, False, NoStopRequest())
+    """A what-if of arms of 150 steps, and 300 in the second round."""
+    rounds = [origin + 150, origin + 450]
+    return Within(planned(origin, ["a", "b"], rounds), budget, current_ranks(), print, False, NoStopRequest())
 
 
-def test_the_budget_is_shared_by_the_heats_and_the_arm_from_step_0():
+def test_the_budget_is_shared_by_the_rounds_and_the_arm_from_step_0():
     assert (within(4000).length, within(4000).longer, within(4000).anew) == (150, 300, 550)
     assert (within(2000).longer, within(2000).anew) == (300, 0), "550 steps are more than a quarter"
-    assert (within(1000).longer, within(999).longer) == (300, 0), "the state, two arms and a second heat of two"
+    assert (within(1000).longer, within(999).longer) == (300, 0), "the state, two arms and a second round of two"
     assert (within(250).affordable, within(249).affordable) == (True, False)
     assert within(4000, origin=0).anew == 0, "all arms start there"
     resumed = within(4000)

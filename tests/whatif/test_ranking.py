@@ -100,7 +100,7 @@ def test_the_best_go_on_and_nothing_with_them():
     assert finalists(ranking, 9) == ["a", "b", "c", "nothing"]
 
 
-def test_an_arm_of_the_first_heat_gets_the_last_reference():
+def test_an_arm_of_the_first_round_gets_the_last_reference():
     ranking = rank([ended("nothing"), ended("a", 1.0)], 0)
     moved = to_reference(ranking.places[1], ended("a", 1.0), 0)
     assert moved.difference.mean == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""The last heat with other seeds: other batches, the same for all arms of a seed, and what an arm edits is in force."""
+"""The last round with other seeds: other batches, the same for all arms of a seed, and an arm's edit is in force."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def test_a_brief_rate_and_skipped_data_are_in_force_with_every_seed(done):
 @pytest.mark.slow
 def test_the_numbers_of_each_seed_are_in_the_file(done):
     found = json.loads((done / "whatif.json").read_text())
-    assert (found["seeds"], found["heats"], len(found["arms"])) == ([0, 1], [42], 3)
+    assert (found["seeds"], found["rounds"], len(found["arms"])) == ([0, 1], [42], 3)
     for each in found["arms"]:
         one, other = each["seeds"]
         assert (one["seed"], other["seed"]) == (0, 1)
@@ -69,10 +69,10 @@ def test_the_numbers_of_each_seed_are_in_the_file(done):
 @pytest.mark.slow
 def test_the_same_command_runs_nothing_again(done, monkeypatch, capsys):
     first = json.loads((done / "whatif.json").read_text())
-    for place in ("heats", "start", "seeds"):
+    for place in ("rounds", "start", "seeds"):
         monkeypatch.setattr(f"stabletrain.whatif.{place}.train_until", None)
     assert main(["whatif", str(done.parent.parent), *TYPED]) == 0
     assert json.loads((done / "whatif.json").read_text()) == first
     out = capsys.readouterr().out
-    assert "price    first heat 3 x 22 = 66 steps, with seed 1 at most 3 x 22 = 66 steps" in out
+    assert "price    first round 3 x 22 = 66 steps, with seed 1 at most 3 x 22 = 66 steps" in out
     assert "loss and val loss: means over the seeds 0, 1" in out

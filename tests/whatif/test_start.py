@@ -14,8 +14,8 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.whatif.arms import WHILE, Arm, catalogue
 from stabletrain.whatif.base import read_base
 from stabletrain.whatif.edits import edited, slowed, span_of
-from stabletrain.whatif.heats import Leg, run_leg
 from stabletrain.whatif.opening import kept
+from stabletrain.whatif.rounds import Leg, run_leg
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin, prepare, start_of
 from stabletrain.whatif.target import Target
 from stabletrain.whatif.trouble import Trouble, find_trouble

@@ -7,7 +7,7 @@ import pytest
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.heats import Leg
+from stabletrain.whatif.rounds import Leg
 from stabletrain.whatif.task import read_leg, write_leg
 
 

@@ -14,7 +14,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from tests.cli.slurm.stand_ins import stand_in
 from tests.runs import ROOT
 from tests.whatif.given import TROUBLED
-from tests.whatif.test_heats import losses
+from tests.whatif.test_rounds import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(290)]
 

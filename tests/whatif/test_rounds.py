@@ -9,12 +9,12 @@ import pytest
 import stabletrain
 from stabletrain.errors import Interrupted
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.whatif import heats
+from stabletrain.whatif import rounds
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.heats import Leg, run_legs
 from stabletrain.whatif.job import NOT_FINITE
 from stabletrain.whatif.outcome import Facts, is_over, read_outcome
+from stabletrain.whatif.rounds import Leg, run_legs
 
 SLOWER = Arm("lr_half", ("optimizer.lr=0.0015",))
 START = Facts(60, 60, 0.0, [])
@@ -69,33 +69,33 @@ def test_an_arm_that_goes_on_is_the_same_as_one_that_did_not_stop(shared_run, tm
     assert found.val_loss > 0
     earlier = read_outcome(SLOWER, tmp_path / "parts", START, 77)
     assert earlier.step == 77
-    assert 0 < earlier.val_loss != found.val_loss, "that at the end of the earlier heat"
+    assert 0 < earlier.val_loss != found.val_loss, "that at the end of the earlier round"
 
 
 def test_an_arm_that_is_over_is_not_run_again(shared_run, tmp_path, monkeypatch):
     mine = leg(shared_run, tmp_path / "arm", 64)
     ended([mine])
-    monkeypatch.setattr(heats, "train_until", None)
+    monkeypatch.setattr(rounds, "train_until", None)
     assert ended([mine]) == [mine]
     assert not leg(shared_run, tmp_path / "arm", 65).over
 
 
 def test_an_arm_stopped_by_a_signal_goes_on(shared_run, tmp_path, monkeypatch):
-    reached = heats.Reached.__call__
+    reached = rounds.Reached.__call__
 
     def signalled(self, run):
         if run.state.step == 66:
             signal.raise_signal(signal.SIGTERM)
         return reached(self, run)
 
-    monkeypatch.setattr(heats.Reached, "__call__", signalled)
+    monkeypatch.setattr(rounds.Reached, "__call__", signalled)
     mine, later = leg(shared_run, tmp_path / "arm", 80), leg(shared_run, tmp_path / "later", 80)
     with pytest.raises(Interrupted, match="SIGTERM"):
         ended([mine, later])
     assert 66 <= record(mine.folder)["final"]["steps"] < 80
     assert not mine.over
     assert not later.folder.exists()
-    monkeypatch.setattr(heats.Reached, "__call__", reached)
+    monkeypatch.setattr(rounds.Reached, "__call__", reached)
     stopped = record(mine.folder)["final"]["steps"]
     assert ended([mine]) == [mine]
     # An arm that began again would have the same losses: a step is a pure function.
