@@ -340,7 +340,7 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Detour:
+class RollbackPlan:
     """How a run continues after a rollback.
 
     Attributes:

@@ -340,12 +340,12 @@ class Guard:
         """Judges a step whose update was applied or withheld, and follows the verdict."""
         policy, shown = self._policy, reading._replace(step=self._number)
         verdict = policy.judge(reading)
-        if policy.recheck.gives_up(reading):
+        if policy.recheck.runs_out_of_memory(reading):
             self._incidents.note(
                 f"step {self._number}: too little memory to compute a gradient twice, so no step is repeated any more; "
                 "training is not affected"
             )
-        if policy.recheck.wrong(reading):
+        if policy.recheck.differing_part(reading):
             verdict = self._confirm(begun, reading, verdict)
         self.last, self.rolled_back = shown, 0
         if reading.applied:

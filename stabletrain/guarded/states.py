@@ -111,7 +111,7 @@ class States(NoStates):
         self._chosen, ranks = True, current_ranks()
         line = choose_memory(
             self._state,
-            snapshots=self._policy.states.at_once,
+            snapshots=self._policy.states.most_retained,
             checkpoints=0,
             ranks=ranks.local_world_size,
             free=free_host_memory(),

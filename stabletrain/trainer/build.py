@@ -147,7 +147,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         choose_host_memory(process, trained.state, guard, opened.checkpoints)
         restore_state(cfg, rollback, guard, opened.tracker)
         if (changed := resumption.announce(opened.run_folder, opened.tracker)) is not None and acting(changed.keys):
-            guard.begin_anew(None if changed.loss is None else changed.loss[1])
+            guard.reset_for_new_settings(None if changed.loss is None else changed.loss[1])
             # More steps are no setting that could have ruined the run: its last state may have been bad already.
             rollback.begin_anew(pin={*acting(changed.keys)} != {"steps"})
         opened.tracker.note(opening_lines(cfg, process, source, trained, tools, folder))
@@ -262,7 +262,7 @@ def choose_host_memory(process: Process, state: TrainState, guard: GuardPolicy, 
     writers = ranks.local_world_size if sharded_tensors(state) else int(ranks.rank == ranks.local_rank)
     line = choose_memory(
         state,
-        snapshots=guard.states.at_once,
+        snapshots=guard.states.most_retained,
         checkpoints=writers if checkpoints.keeps else 0,
         ranks=ranks.local_world_size,
         free=free_host_memory(),

@@ -132,7 +132,7 @@ def verdict_on_machine(
             guard.kind = "state"
         return found
     # The step itself, once more: that costs as much as a step, so it is done for the first skip in a row only.
-    if guard.consecutive > 1 or guard.taken_again == reading.step or not repeats_exactly(state.model, run.device):
+    if guard.consecutive > 1 or guard.retried_step == reading.step or not repeats_exactly(state.model, run.device):
         return verdict
     otherwise = finite_again(run) if reading.bad_update else comes_out_otherwise(run, executed, reading)
     if not run.parallel.any_rank(otherwise):

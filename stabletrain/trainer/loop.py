@@ -102,7 +102,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
             computed = compute_twice(run, micro_batches) if again else compute(state, micro_batches, run.tools)
             # Judge the last step. After a rollback the gradients just computed belong to a state that no longer exists.
             if executed is not None and not settle(run, executed, throughput):
-                executed, taking_again = None, guard.taken_again == state.step + 1
+                executed, taking_again = None, guard.retried_step == state.step + 1
                 continue
             if executed is not None and executed.in_flight.computed_again:
                 computed = compute(state, micro_batches, run.tools)
@@ -132,7 +132,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
             # Evaluate or save a state only after its step was judged, and only if it is what the step has left, on all
             # ranks.
             if not settle(run, judged, throughput, seen):
-                taking_again = guard.taken_again == state.step + 1
+                taking_again = guard.retried_step == state.step + 1
                 continue
             if watching:
                 due = foretell(run, judged.reading(), seen, due)
@@ -226,9 +226,9 @@ def settle(
         # The weights are not finite, and there are no copies. Put the state back and take the step again with copies:
         # the update is then undone at once, and can be investigated.
         guard.update_check.failed = True
-        guard.suspect(reading.step, reading.rank)
+        guard.note_retry(reading.step, reading.rank)
         restore(run, executed, reading.step, BAD_UPDATE, throughput)
-        guard.suspect(reading.step, reading.rank)  # the state that was put back knows nothing of it
+        guard.note_retry(reading.step, reading.rank)  # the state that was put back knows nothing of it
         return False
     faults = guard.machine_faults
     verdict = guard.judge(reading)
@@ -236,7 +236,7 @@ def settle(
     if reading.applied and guard.machine_faults > faults:  # its first update was not finite
         handle_incident(run, executed, reading._replace(bad_update=True, rank=guard.faulty_rank), "update")
     # A computation came out differently the second time: a third one tells more.
-    if guard.recheck.wrong(reading) and guard.recheck.compared:
+    if guard.recheck.differing_part(reading) and guard.recheck.compared:
         verdict = confirm(run, executed, reading, verdict)
     if not reading.applied:  # the weights still have their values from before the step: replay it now
         verdict = investigate_skip(run, executed, reading, verdict)

@@ -44,7 +44,7 @@ def rehearse(recheck: Recheck, first: int, steps: int) -> None:
 
 def tell_if_given_up(run: TrainingRun, reading: Reading) -> None:
     """Tells that nothing is repeated any more, if memory did not suffice for it on some rank."""
-    if not run.tools.guard.recheck.gives_up(reading):
+    if not run.tools.guard.recheck.runs_out_of_memory(reading):
         return
     tracker = run.rollback.tracker
     tracker.event("recheck_off", reading.step, reason="out of memory", tick=run.state.executed_steps)
@@ -61,15 +61,15 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
     ranks must call it before the next step begins.
     """
     recheck, tracker = run.tools.guard.recheck, run.rollback.tracker
-    part = recheck.wrong(reading)
+    part = recheck.differing_part(reading)
     finding = find(run, executed, reading, part)
     if not run.parallel.any_rank(finding.differs):  # it was taken again, and its two computations differ again
         return verdict
     # If the third equals the first and none ever agreed, something that cannot be put back changed the second one: the
     # step itself was right.
-    repeats = finding.third == "second" or recheck.knows(part)
+    repeats = finding.third == "second" or recheck.has_repeated(part)
     if not run.parallel.any_rank(finding.differs and repeats):
-        recheck.vary(part)
+        recheck.learn_limit(part)
         tracker.event("recheck_varies", reading.step, part=part, tick=run.state.executed_steps)
         tracker.note(
             f"step {reading.step}: a second computation of the {part} never gives the same bits with this model: its "

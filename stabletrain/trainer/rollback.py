@@ -19,7 +19,7 @@ from stabletrain.checkpoint.tree import Tree
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.protocols import GuardPolicy
-from stabletrain.records import Detour, TrainState
+from stabletrain.records import RollbackPlan, TrainState
 from stabletrain.stability.guard.written import state_is_finite
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.changes import NoResumption
@@ -395,7 +395,7 @@ class Rollback:
         trouble: int,
         target: int,
         loaded: int,
-        detour: Detour,
+        detour: RollbackPlan,
         skipped: tuple[int, int],
     ) -> None:
         """Logs the rollback, and shows and sends it to the user."""

@@ -198,7 +198,7 @@ def feed_limit(limit, rng, step):
 
 def feed_limits(limits, rng, step):
     each = any_reading(rng, step)
-    told = limits.passed(each)
+    told = limits.exceeded(each)
     limits.add(each._replace(loss=numbers(rng), applied=True))
     return told, limits.loss.value, limits.norm.value, limits.inputs.value
 
@@ -213,13 +213,13 @@ def feed_recheck(recheck, rng, step):
             compared = Compared(["it"] * tensors, ratios, sums, sums)
             differs[number] = float(recheck._judge(step - 1, part, 1e-7)(compared, ratios))
     each = reading(step, **differs)
-    wrong = recheck.wrong(each)
+    wrong = recheck.differing_part(each)
     recheck.learn(each)
     if rng.random() < 0.05:
-        recheck.vary("update")
+        recheck.learn_limit("update")
     if rng.random() < 0.03:
         recheck.stop()
-    knows = [(recheck.agreed(part), recheck.knows(part)) for part in ("gradient", "update")]
+    knows = [(recheck.agreed(part), recheck.has_repeated(part)) for part in ("gradient", "update")]
     return wrong, differs, recheck.due(step), recheck.varies, knows
 
 

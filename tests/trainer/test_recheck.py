@@ -13,7 +13,7 @@ from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import RollbackGuard, SkipGuard, recheck, repeats, update_check
-from stabletrain.stability.guard.recheck import FIRST
+from stabletrain.stability.guard.recheck import LEARNING_REPEATS
 from stabletrain.stability.guard.repeats import OneTensor
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer import incidents
@@ -264,7 +264,7 @@ def rounding(run):
 @pytest.mark.slow(unless=lambda call: call == 1)
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_gradient_beyond_what_is_usual_is_a_fault_and_its_batch_is_read_again(tmp_path, inexact, call):
-    run, step = a_run(tmp_path, every=1), FIRST + 3
+    run, step = a_run(tmp_path, every=1), LEARNING_REPEATS + 3
     spoil_gradient(run, steps=(step,), calls=(call,))
     rounding(run)
     train(run)
@@ -281,7 +281,7 @@ def test_a_gradient_beyond_what_is_usual_is_a_fault_and_its_batch_is_read_again(
 
 @pytest.mark.slow
 def test_an_update_beyond_what_is_usual_is_a_fault(tmp_path, inexact):
-    run, step = a_run(tmp_path, every=1, adam=True), FIRST * 2  # the weight's turn
+    run, step = a_run(tmp_path, every=1, adam=True), LEARNING_REPEATS * 2  # the weight's turn
     spoil_update(run, step)
     rounding(run)
     train(run)
@@ -305,7 +305,7 @@ def test_not_a_number_on_one_side_is_a_fault_as_soon_as_one_repetition_was_usual
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1e-2, 1e-4])
 def test_an_update_is_judged_in_the_precision_of_the_weights(tmp_path, inexact, share):
-    run, step = a_run(tmp_path, every=1, adam=True), FIRST * 2
+    run, step = a_run(tmp_path, every=1, adam=True), LEARNING_REPEATS * 2
     run.tools = replace(run.tools, precision=precisions.bf16(run.device))
     spoil_update(run, step, change=lambda weight: weight * (1 + share))
     train(run)

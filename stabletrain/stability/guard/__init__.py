@@ -15,6 +15,8 @@ step, on its reading, and updates the guard's statistics. A step is skipped for 
 - `recheck`: the gradient differs from that of a second computation (`recheck.py`).
 - `overflow`: fp16's routine loss-scale calibration (the loss is finite, the scaled gradients are not, and the loss
   scale can still fall). It is counted separately and is not a fault.
+- `state`: weights, moments or buffers have changed since the last update (`state_check.py`).
+- `update`: the optimizer's step gave values that are not finite, and was undone (`update_check.py`).
 """
 
 from stabletrain.stability.guard.rollback import RollbackGuard

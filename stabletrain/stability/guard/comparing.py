@@ -12,9 +12,9 @@ from stabletrain.stability.guard.written import extremes
 from stabletrain.stability.guard.written import own as own_part
 
 TINY = 1e-30
-"""Lower bound of a difference between values whose bits differ, such as 0 and -0."""
+"""Smallest difference reported between values whose bits differ, such as 0 and -0."""
 
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of each element size in bytes."""
 
 
@@ -23,13 +23,13 @@ class Compared:
     """Two results of the same computation, on the device.
 
     Attributes:
-        names: of the tensors.
+        names: the tensors' names.
         ratios: fp32 `[tensors]`, max|a - b| / max(|a|, |b|); 0 if all bits are equal.
         first, second: int64 `[tensors]`, sums of the bits.
-        again: computes it a third time, and returns its sums; None if the trainer does so.
-        generators: states of the random generators before it.
-        limits: fp32 `[tensors]`, the largest ratio of each that is no fault; None if bits must be equal.
-        everywhere: fp32, what limits are learnt from: the largest ratios of all ranks; None if these are the ratios.
+        again: computes a third result, and returns its sums; None if the trainer does so.
+        generators: states of the random generators before the computation.
+        limits: fp32 `[tensors]`, the largest ratio of each tensor that is no fault; None if bits must be equal.
+        everywhere: fp32, the largest ratios of all ranks, from which limits are learnt; None if `ratios` are these.
     """
 
     names: Sequence[str]
@@ -50,10 +50,10 @@ def compare(
     again: Callable[[], Tensor] | None = None,
     generators: Any = None,
 ) -> Compared:
-    """Compares tensors by name. The second of each pair is overwritten, so that this needs no memory of their size.
+    """Compares tensors by name. Overwrites the second tensor of each pair, so that no memory of its size is needed.
 
     Args:
-        device: of the results.
+        device: where the results are.
     """
     names, firsts, seconds = [name for name, _, _ in pairs], [a for _, a, _ in pairs], [b for _, _, b in pairs]
     first, second = sums(firsts, device), sums(seconds, device)
@@ -66,7 +66,7 @@ def compare(
 def ratios(firsts: Sequence[Tensor | None], seconds: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Returns max|a - b| / max(|a|, |b|) of each pair as fp32 `[pairs]`; overwrites the second tensors.
 
-    It is inf if only one of a pair is finite, or there at all. It is 0 if neither is: such a step is withheld anyway.
+    It is inf if only one tensor of a pair is finite, or exists. It is 0 if neither is finite: the step is skipped.
     """
     found = [torch.zeros((), device=device)] * len(firsts)
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = {}
@@ -113,7 +113,7 @@ def sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 def bits(tensor: Tensor) -> Tensor:
     """Returns the tensor's bits as integers of the same size."""
-    return tensor.view(WHOLE[tensor.element_size()])
+    return tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
 
 
 def own(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Copies of what an optimizer's step may write, to undo a step bit for bit."""
+"""Copies of everything that an optimizer's step may write, to undo a step bit for bit."""
 
 from collections import deque
 from collections.abc import Generator
@@ -35,7 +35,7 @@ class Copies:
 
     @torch.no_grad()
     def take(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Copies the present values, into the memory of the copies before where that fits."""
+        """Copies the present values, into the memory of the previous copies where it fits."""
         before, self._tensors = self._tensors, {}
         self._model, self._optimizer = model, optimizer
         parameters = weights_of(model, optimizer)
@@ -63,14 +63,14 @@ class Copies:
         self._generators = Generators.now(next(model.parameters()).device)
 
     def are_finite_now(self) -> bool:
-        """Returns whether what the step has written is finite; waits for the device."""
+        """Returns whether everything that the step wrote is finite; waits for the device."""
         assert self._model is not None
         assert self._optimizer is not None
         return update_is_finite(self._model, self._optimizer)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Gives everything the values it had, bit for bit; what was added since is removed."""
+        """Restores all values, bit for bit, and removes everything that was added since."""
         for container, contents in self._contents:
             fill(container, contents)
         for tensor, memory, copy in self._tensors.values():
@@ -84,7 +84,7 @@ class Copies:
 
 
 def fill(container: Any, contents: Any) -> None:
-    """Gives a container what it held before."""
+    """Restores the contents of a container."""
     if isinstance(container, Optimizer):
         for name in attributes_of(container).keys() - contents.keys():
             delattr(container, name)
@@ -103,14 +103,14 @@ def fill(container: Any, contents: Any) -> None:
 
 
 def same_memory(tensor: Tensor, memory: Tensor) -> bool:
-    """Returns whether a tensor has the memory and the form that it had."""
+    """Returns whether a tensor still has this memory, with the same shape and strides."""
     if not fits(memory, tensor) or tensor.layout != torch.strided:
         return tensor.layout == memory.layout and fits(memory, tensor)
     return tensor.data_ptr() == memory.data_ptr() and tensor.stride() == memory.stride()
 
 
 def unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Returns the part of an expanded tensor that has memory of its own; any other tensor as it is."""
+    """Returns the part of an expanded tensor that has its own memory; any other tensor unchanged."""
     form = tensor if like is None else like
     if form.layout != torch.strided or 0 not in form.stride():
         return tensor
@@ -124,7 +124,7 @@ def fits(copy: Tensor, tensor: Tensor) -> bool:
 
 @contextmanager
 def put_back_after(model: nn.Module, optimizer: Optimizer) -> Generator[None]:
-    """A context in which an optimizer's step may run: all that it writes has the same bits again on exit."""
+    """A context in which an optimizer's step may run: on exit, all that it wrote is restored bit for bit."""
     copies = Copies()
     copies.take(model, optimizer)
     try:

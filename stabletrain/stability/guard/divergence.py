@@ -1,11 +1,11 @@
-"""Divergence: a run that has lost half of what it had learnt, without a spike that would say so.
+"""Divergence: a run that has lost half of what it had learnt, without any spike.
 
     level     mean loss of the last `window` applied steps
     learnt    the first losses minus the lowest level so far
     diverged  the level is above the lowest one by half of what was learnt, and by a fifth of the first losses
 
-A run whose loss has only risen from the start has learnt nothing, and has diverged once its level is a fifth above the
-first losses. Data that change to something the model has never seen can look the same.
+A run whose loss has only risen from the start has learnt nothing. It has diverged once its level is a fifth above the
+first losses. Data of a new kind can have the same effect.
 """
 
 from collections import deque
@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 
 from stabletrain.monitors.change_point import median
 
-FIRST = 8
+FIRST_LOSSES = 8
 """Number of losses whose median is the first level."""
 
-SHARE = 0.5
-"""Share of what was learnt that is lost in a run that has diverged."""
+LOST_SHARE = 0.5
+"""A run has diverged if it has lost this share of what it had learnt."""
 
-LEAST = 0.2
-"""Share of the first level by which the level has risen at least: the noise of a run that has learnt little."""
+MIN_RISE_SHARE = 0.2
+"""The level must also rise by this share of the first level, more than the noise of a run that has learnt little."""
 
 
 class Diverged(NamedTuple):
     """How a run has diverged.
 
     Attributes:
-        text: in a line.
-        since: the middle of the losses whose level was lowest: the rise begins about there.
+        text: one line about it.
+        since: the step in the middle of the losses whose level was lowest: the rise begins about there.
     """
 
     text: str
@@ -65,19 +65,21 @@ class Divergence(NoDivergence):
 
     def add(self, step: int, loss: float) -> Diverged | None:
         """Adds the loss of an applied step, which is finite; returns whether the run has diverged, and how."""
-        if len(self._first) < FIRST:
+        if len(self._first) < FIRST_LOSSES:
             self._first.append(loss)
         self._losses.append(loss)
         if len(self._losses) < (self._losses.maxlen or 0):
             return None
         level, first = sum(self._losses) / len(self._losses), median(self._first)
-        lowest, step_of_it = self._lowest = self._lowest or (first, 1)
+        lowest, lowest_step = self._lowest = self._lowest or (first, 1)
         if level <= lowest:
             self._lowest = (level, step)
-        if level - lowest <= max(SHARE * (first - lowest), LEAST * abs(first)):
+        if level - lowest <= max(LOST_SHARE * (first - lowest), MIN_RISE_SHARE * abs(first)):
             return None
-        since = max(step_of_it - len(self._losses) // 2, 1)
-        text = f"mean loss {level:.4g} in the last {len(self._losses)} updates, after {lowest:.4g} at step {step_of_it}"
+        since = max(lowest_step - len(self._losses) // 2, 1)
+        text = (
+            f"mean loss {level:.4g} in the last {len(self._losses)} updates, after {lowest:.4g} at step {lowest_step}"
+        )
         return Diverged(f"the run has diverged: {text}", since)
 
     def state_dict(self) -> dict[str, Any]:

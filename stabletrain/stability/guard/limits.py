@@ -10,8 +10,8 @@ A window is cold until it is half full: the fast changes of the first steps stil
 Until then the limit is at most `cold` times the first value (3 for the loss, 100 for the gradient norm), and falls
 towards the recent values as steps are applied (`early_limit`). Skipped steps never enter a window.
 
-If a loss was negative, as that of a density may be, multiples of it mean nothing: its limit is mean + sigma std alone,
-and there is none while the window is cold.
+A loss can be negative, such as the negative log-likelihood of a density. Multiples of it mean nothing then: the limit
+is mean + sigma std alone, and there is none while the window is cold.
 """
 
 import itertools
@@ -39,13 +39,13 @@ SMALLEST = 1e-30
 RECENT = 16
 """Number of recent values from which the limit of a cold window is computed; older values are out of date."""
 
-NORMAL = 1.4826 / math.sqrt(2)
+STD_PER_MEDIAN_CHANGE = 1.4826 / math.sqrt(2)
 """Standard deviation of normally distributed values, divided by the median absolute difference of two such values."""
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Factors that give the limits; the module's docstring explains `ratio` and `share`.
+class LimitFactors:
+    """Factors of a quantity's limit; the module's docstring explains `ratio` and `share`.
 
     Attributes:
         ratio: multiple of the window's mean.
@@ -65,12 +65,12 @@ class Terms:
 
 
 # `prior` was chosen with benchmarks/early_steps.py: of its clean starts, only two exceed a limit, and these diverge.
-LOSS = Terms(ratio=1.05, share=0.3, cold=3.0, prior=8)
+LOSS = LimitFactors(ratio=1.05, share=0.3, cold=3.0, prior=8)
 # Gradient norms are heavy-tailed, and clipping bounds their effect: their limits are wide.
-NORM = Terms(ratio=20.0, share=3.0, cold=100.0, prior=128, largest=LARGEST_NORM)
+NORM = LimitFactors(ratio=20.0, share=3.0, cold=100.0, prior=128, largest=LARGEST_NORM)
 # Images that are 100 times too bright hardly change the loss behind BatchNorm, but damage its running statistics.
 # The median of the first values keeps one bad first batch from setting the limit.
-INPUTS = Terms(ratio=20.0, share=20.0, cold=20.0, firsts=MINIMUM)
+INPUTS = LimitFactors(ratio=20.0, share=20.0, cold=20.0, firsts=MINIMUM)
 
 
 def cold_steps(window: int) -> int:
@@ -90,7 +90,7 @@ class Limit:
         value: current limit, at most `terms.largest`.
     """
 
-    def __init__(self, sigma: float, window: int, terms: Terms) -> None:
+    def __init__(self, sigma: float, window: int, terms: LimitFactors) -> None:
         self._spikes = Spikes(window, sigma, cold_steps(window))
         self._terms = terms
         self._first: list[float] = []
@@ -115,7 +115,7 @@ class Limit:
 
     @property
     def size(self) -> float:
-        """Limit of the absolute value: that of the value, or none but `LARGEST` if values may be negative."""
+        """Limit of the absolute value: the same as `value`, or `LARGEST` if values may be negative."""
         return LARGEST if self.signed else self.value
 
     def _update(self) -> None:
@@ -146,7 +146,7 @@ class Limit:
         self._first = list(state["first"])
         if self._first:
             self._update()
-        else:  # saved before the first applied step: the limit of another history must not stay
+        else:  # saved before the first applied step: discard the limit of this object's own history
             self.value = self._terms.largest
 
 
@@ -164,13 +164,13 @@ def early_limit(values: Sequence[float], cold: float, prior: float, sigma: float
     """
     logs = [math.log(max(value, SMALLEST)) for value in values[-RECENT:]]
     changes = [abs(later - earlier) for earlier, later in itertools.pairwise(logs)]
-    spread, count = NORMAL * median(changes or [0.0]), len(values) - 1
+    spread, count = STD_PER_MEDIAN_CHANGE * median(changes or [0.0]), len(values) - 1
     variance = (prior * (math.log(cold) / sigma) ** 2 + count * spread**2) / (prior + count)
     exponent = median(logs) + sigma * math.sqrt(variance)
     return math.exp(min(exponent, math.log(LARGEST)))
 
 
-LEAST_SIGMA = 1
+MIN_SIGMA = 1
 """Smallest `guard.sigma`: of normally distributed losses, one in six is higher above the mean than this."""
 
 
@@ -185,9 +185,9 @@ class Limits:
     """
 
     def __init__(self, sigma: float, window: int) -> None:
-        if not sigma >= LEAST_SIGMA:
+        if not sigma >= MIN_SIGMA:
             raise ConfigError(
-                f"guard.sigma={sigma} is below {LEAST_SIGMA}: ordinary steps would be skipped as spikes; 6 is "
+                f"guard.sigma={sigma} is below {MIN_SIGMA}: ordinary steps would be skipped as spikes; 6 is "
                 "customary; inf disables spike detection"
             )
         if window < MINIMUM:
@@ -204,7 +204,7 @@ class Limits:
         self.norm.add(reading.grad_norm)
         self.inputs.add(reading.inputs)
 
-    def passed(self, reading: Reading) -> str:
+    def exceeded(self, reading: Reading) -> str:
         """Names the limit that a skipped step exceeded, with value and limit."""
         measured = (("loss", reading.loss, self.loss), ("gradient norm", reading.grad_norm, self.norm))
         for what, value, limit in (*measured, ("an input of magnitude", reading.inputs, self.inputs)):

@@ -1,4 +1,4 @@
-"""Repeats a gradient, or the update of one tensor, and leaves no trace of it; `recheck.py` says when and what for."""
+"""Repeats a gradient, or the update of one tensor, without a trace; `recheck.py` says when and why."""
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,7 +22,7 @@ CONTAINERS = ("_modules", "_parameters", "_buffers")
 
 
 class NoRepeat:
-    """Repeats nothing: what most steps get."""
+    """Repeats nothing: most steps are computed once."""
 
     difference: Number = 0.0
 
@@ -35,16 +35,15 @@ class NoRepeat:
         return 0.0
 
 
-NOTHING = NoRepeat()
+NO_REPEAT = NoRepeat()
 
 
 OUT_OF_MEMORY = -1.0
-"""Stands for a difference that is unknown, because there was not enough memory for the repetition on some rank."""
+"""The difference of a repetition for which some rank had too little memory."""
 
 Judge = Callable[[Compared | None, Tensor], Tensor]
-"""Keeps this rank's comparison, None if its memory did not suffice; returns by which number the repetition is judged.
-
-It also gets `[tensors]` fp32, the largest of all ranks' differences; see `recheck.py`.
+"""Called with this rank's comparison (None without enough memory), and with the largest differences on any rank, fp32
+`[tensors]`; returns the number that judges the repetition. See `recheck.py`.
 """
 
 
@@ -52,7 +51,7 @@ class RepeatGradient(NoRepeat):
     """Repeats the first micro-batch of a step.
 
     Attributes:
-        difference: 0-d fp32 on the device, equal on all ranks: what `judge` returns, or `OUT_OF_MEMORY`; 0 if nothing
+        difference: 0-d fp32 on the device, equal on all ranks: the result of `judge`, or `OUT_OF_MEMORY`; 0 if nothing
             was repeated.
     """
 
@@ -65,7 +64,7 @@ class RepeatGradient(NoRepeat):
         self._waiting = tools.parallel.keep_gradients()
 
     def gradient(self, again: Callable[[], Any]) -> None:
-        """Compares the gradients of the micro-batch that has just run, if it is the first, with those of a second run.
+        """If this is the first micro-batch, runs it again and compares its gradients with those of the first run.
 
         Args:
             again: runs forward and backward of that micro-batch, without communication.
@@ -84,7 +83,7 @@ class RepeatGradient(NoRepeat):
     ) -> Compared | None:
         """Compares gradients with those of a second run; None if there was not enough memory."""
         with self._rewound(), torch.enable_grad():
-            # An error is caught in here: what the second run holds is then free before all is put back.
+            # Catch an error inside: the memory of the second run is then free before everything is restored.
             done = within_memory(lambda: (again(), True))
             second = [parameter.grad for parameter in named.values()]
         if done is None:
@@ -127,13 +126,13 @@ class OneTensor:
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor) -> "OneTensor":
-        """Copies what the update of `weight` reads and writes."""
+        """Copies everything that the update of `weight` reads and writes."""
         assert weight.grad is not None
         options = {name: value for name, value in group.items() if name != "params"}
         return cls(copied(weight), copied(weight.grad), copied_state(optimizer.state.get(weight, {})), options)
 
     def updated(self, optimizer: Optimizer, apply: Callable[[Optimizer], Any]) -> dict[str, Tensor]:
-        """Updates a copy with an optimizer of its own; returns the weight and its state by name."""
+        """Updates a copy with a separate optimizer; returns the weight and its state by name."""
         weight = copied(self.weight)
         weight.grad = copied(self.gradient)
         alone = optimizer_of(optimizer, weight, copied_state(self.state), self.group)
@@ -152,22 +151,22 @@ class RepeatUpdate(NoRepeat):
 
     @torch.no_grad()
     def update(self, apply: Callable[[Optimizer], Any]) -> Number:
-        """Compares the update that was just applied with a second computation; returns the number, as `difference`.
+        """Repeats the update that was just applied and compares; returns the number that judges the repetition.
 
         Args:
-            apply: what was called with the optimizer.
+            apply: applies the update of an optimizer.
         """
         before = self._before
         compared = None if before is None else within_memory(lambda: self._compare(before, apply))
-        # One limit for all that an update writes: its tensors take turns, and each would be learnt too late.
+        # One limit for everything that an update writes: tensors take turns, so limits for each would be learnt late.
         ratio = torch.zeros((), device=self._weight.device) if compared is None else compared.ratios.amax()
         return over_ranks(compared, ratio[None], self._judge, self._tools)
 
     def _compare(self, before: OneTensor, apply: Callable[[Optimizer], Any]) -> Compared:
-        """Compares what the update has written with what it writes into copies."""
+        """Compares the values that the update wrote with those that it writes into copies."""
         first, device = results(self._optimizer, self._weight), self._weight.device
         second = before.updated(self._optimizer, apply)
-        # Two names for each: a state that only one of them has differs too.
+        # The names of both: a state that only one of them has is a difference too.
         names = {name: self._name if name == "weight" else f"{name} of {self._name}" for name in {**first, **second}}
 
         def again() -> Tensor:
@@ -179,12 +178,12 @@ class RepeatUpdate(NoRepeat):
 
 
 def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: Tools) -> Tensor:
-    """Returns by which number a repetition is judged, 0-d: equal on all ranks, all of which must call it.
+    """Returns the number that judges a repetition, 0-d, equal on all ranks. All ranks must call it.
 
-    A rank without a comparison calls it too, or the others would wait for it: all ranks then get `OUT_OF_MEMORY`.
+    A rank that had too little memory calls it too, because the others wait for it. All ranks then get `OUT_OF_MEMORY`.
 
     Args:
-        compared: this rank's; None if its memory did not suffice.
+        compared: this rank's comparison; None if its memory did not suffice.
         ratios: fp32 `[tensors]`, its differences; 0 without a comparison.
     """
     everywhere, failed = ratios.clone(), torch.full((1,), float(compared is None), device=ratios.device)
@@ -193,9 +192,9 @@ def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: T
 
 
 def tensor_by_tensor(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer is known to update each tensor by itself.
+    """Returns whether the optimizer is known to update each tensor independently.
 
-    PyTorch's and this package's do. One of the user's own may not, and code that is hooked into a step may do anything.
+    PyTorch's optimizers and this package's do. A user's optimizer may not, and a hook may do anything.
     """
     known = type(optimizer).__module__.startswith(("torch.optim.", "stabletrain."))
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
@@ -204,9 +203,12 @@ def tensor_by_tensor(optimizer: Optimizer) -> bool:
 
 
 def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any], Tensor] | None:
-    """Returns the tensor whose turn it is, or without a turn the largest, with its group; None if none has a gradient.
+    """Returns the tensor whose turn it is, with its group; None if no tensor has a gradient.
 
-    Leaves out weights in 16 bits: `precision=bf16_params` gives the optimizer others, and rounds them at random.
+    Leaves out weights in 16 bits: `precision=bf16_params` gives the optimizer other tensors, and rounds at random.
+
+    Args:
+        turn: number of the turn; None for the largest tensor.
     """
     able = [
         (group, weight)
@@ -220,7 +222,7 @@ def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any],
 
 
 def optimizer_of(optimizer: Optimizer, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Optimizer:
-    """Returns an optimizer of the same class and options for one tensor, without the other's hooks."""
+    """Returns an optimizer of the same class and options for one tensor, without hooks."""
     alone = object.__new__(type(optimizer))
     left_out = ("state", "param_groups", "step", "zero_grad")
     alone.__dict__.update(
@@ -232,7 +234,7 @@ def optimizer_of(optimizer: Optimizer, weight: Tensor, state: Mapping[str, Any],
 
 
 def results(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
-    """Returns what an update writes: the weight, and the tensors of its state by name."""
+    """Returns the tensors that an update writes by name: the weight and its state."""
     state = optimizer.state.get(weight, {})
     return {"weight": weight, **{name: each for name, each in state.items() if isinstance(each, Tensor)}}
 
@@ -244,8 +246,8 @@ ALIGNMENT = 512
 def copied(tensor: Tensor) -> Tensor:
     """Copies a tensor, bit for bit and without its graph, into memory with the same strides and the same alignment.
 
-    A kernel may compute other bits from a view into a bucket than from a tensor with memory of its own: it reads
-    aligned values several at a time.
+    A kernel reads several aligned values at a time, so it may compute other bits from a view into a bucket than from a
+    separate tensor.
     """
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
@@ -258,7 +260,7 @@ def copied(tensor: Tensor) -> Tensor:
         )
     if hasattr(tensor, "__tensor_flatten__") or not can_be_written(tensor) or not tensor.numel():
         return tensor.clone()
-    # Not by `data_ptr`, which tensors without values lack: every memory begins at a multiple of the alignment.
+    # From the offset, not from `data_ptr`, which tensors without values lack: memory begins at a multiple of ALIGNMENT.
     begin = tensor.storage_offset() % (ALIGNMENT // tensor.element_size())
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.new_empty(begin + reach + 1)

@@ -25,11 +25,11 @@ class NoRetainedStates:
         """Does nothing."""
 
     pinned: int | None = None
-    """Step of the state that no rollback may go back beyond: none."""
+    """Step of the oldest state that a rollback may restore; None: there is no such bound."""
 
     @property
-    def at_once(self) -> int:
-        """How many states are retained at once: none."""
+    def most_retained(self) -> int:
+        """Largest number of states retained at the same time: 0."""
         return 0
 
     @property
@@ -51,64 +51,64 @@ class RetainedStates(NoRetainedStates):
         most: maximum number of healthy states.
         every: steps between two snapshots.
         healthy_after: steps after which a state becomes healthy, if `trouble` is 0 then.
-        waiting: steps of the states not yet known to be healthy, oldest first.
-        known: steps of the healthy states, oldest first.
-        pinned: step of the state from which a resume went on with other settings. No rollback goes back beyond it until
-            the run has been healthy with them: what was trained before would be lost to a setting.
+        candidates: steps of the states not yet known to be healthy, oldest first.
+        healthy: steps of the healthy states, oldest first.
+        pinned: step of the state that was resumed with other settings. No rollback restores an older state until the
+            run has been healthy with these settings: a bad setting must not undo what was trained before it.
     """
 
     most: int
     every: int
     healthy_after: int
-    waiting: list[int] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)
+    candidates: list[int] = field(default_factory=list)
+    healthy: list[int] = field(default_factory=list)
     pinned: int | None = None
 
     def due(self, step: int) -> bool:
         """Whether to take a snapshot after `step` steps: every `every` steps, and before the first step."""
-        return not self.known or step % self.every == 0
+        return not self.healthy or step % self.every == 0
 
     def retain(self, step: int, healthy: bool) -> None:
         """Adds the state after `step` steps if the run is healthy. The first state always counts as healthy."""
-        if step not in self.steps and (healthy or not self.known):
-            (self.waiting if self.known else self.known).append(step)
+        if step not in self.steps and (healthy or not self.healthy):
+            (self.candidates if self.healthy else self.healthy).append(step)
 
     def forget(self) -> None:
         """Forgets all states: they belong to another run folder and cannot be restored in this one."""
-        self.waiting, self.known, self.pinned = [], [], None
+        self.candidates, self.healthy, self.pinned = [], [], None
 
     def pin(self, step: int) -> None:
-        """Retains the state after `step` steps alone, and lets no rollback go back beyond it."""
-        self.waiting, self.known, self.pinned = [], [step], step
+        """Retains only the state after `step` steps, and allows no rollback to an older one."""
+        self.candidates, self.healthy, self.pinned = [], [step], step
 
     def promote(self, step: int) -> list[int]:
         """Marks as healthy the states taken at least `healthy_after` steps before `step`; returns their steps."""
-        ready = [taken for taken in self.waiting if step - taken >= self.healthy_after]
-        self.waiting = self.waiting[len(ready) :]
-        self.known = (self.known + ready)[-self.most :]
+        ready = [taken for taken in self.candidates if step - taken >= self.healthy_after]
+        self.candidates = self.candidates[len(ready) :]
+        self.healthy = (self.healthy + ready)[-self.most :]
         return ready
 
     @property
-    def at_once(self) -> int:
-        """How many states are retained at once in a healthy run."""
+    def most_retained(self) -> int:
+        """Largest number of states retained at the same time in a healthy run."""
         return self.most + max(1, -(-self.healthy_after // self.every))
 
     @property
     def steps(self) -> list[int]:
         """Steps of all retained states, oldest first."""
-        return self.known + self.waiting
+        return self.healthy + self.candidates
 
     @property
     def target(self) -> int | None:
         """Step of the newest healthy state, which a rollback restores; None if there is none."""
-        return self.known[-1] if self.known else None
+        return self.healthy[-1] if self.healthy else None
 
     def state_dict(self) -> dict[str, list[int]]:
         """Step numbers, for the checkpoint; part of the guard's state."""
         pinned = [] if self.pinned is None else [self.pinned]
-        return {"waiting": list(self.waiting), "known": list(self.known), "pinned": pinned}
+        return {"waiting": list(self.candidates), "known": list(self.healthy), "pinned": pinned}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the step numbers. A checkpoint of another kind of guard has none."""
-        self.waiting, self.known = list(state.get("waiting", [])), list(state.get("known", []))
+        self.candidates, self.healthy = list(state.get("waiting", [])), list(state.get("known", []))
         self.pinned = next(iter(state.get("pinned", [])), None)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from stabletrain.errors import ConfigError
-from stabletrain.records import Detour, Reading, Verdict
+from stabletrain.records import Reading, RollbackPlan, Verdict
 from stabletrain.stability.guard.retained import RetainedStates
-from stabletrain.stability.guard.skip import ONLY_UP, SkipGuard
+from stabletrain.stability.guard.skip import NEVER_UNDONE, SkipGuard
 
-WHOLE = {
+INTEGER_OPTIONS = {
     "patience": (1, "10 skips"),
     "snapshots": (1, "3 states"),
     "snapshot_every": (1, "50 steps"),
@@ -34,24 +34,24 @@ WHOLE = {
 }
 """Lower bound and customary value of each integer option."""
 
-SLOWER = ("optimizer.lr=", "warmup.steps=")
-"""How fixes begin that lower the learning rate, as a rollback does."""
+LOWER_LR_FIXES = ("optimizer.lr=", "warmup.steps=")
+"""Beginnings of the fixes that lower the learning rate, as a rollback does."""
 
-LAST_PATIENCE = 2
+PATIENCE_AT_END = 2
 """Value of `trouble` that triggers a rollback at the last step. A single skip leaves the weights as they were."""
 
-CUMULATIVE = (
-    "skips",
-    "rollbacks",
-    "in_vain",
-    "restored_in_vain",
-    "beyond",
-    "lowered",
-    "rolled_back_for",
-    "risen_since",
-    *ONLY_UP,
-)
-"""Attributes that a rollback does not restore."""
+CUMULATIVE = {
+    "skips": "skips",
+    "rollbacks": "rollbacks",
+    "rollbacks_without_progress": "in_vain",
+    "restores_without_progress": "restored_in_vain",
+    "progress_after_step": "beyond",
+    "lr_reduction": "lowered",
+    "rolled_back_mistake": "rolled_back_for",
+    "validation_rise_start": "risen_since",
+    **NEVER_UNDONE,
+}
+"""Attributes that a rollback does not restore, each with its key in checkpoints and in the event of a halt."""
 
 
 @dataclass
@@ -71,14 +71,15 @@ class RollbackGuard(SkipGuard):
         lr_steps: number of steps for which the learning rate stays lowered.
         states: the states a rollback may restore.
         rollbacks: rollbacks in the whole run.
-        in_vain: rollbacks since the last progress.
-        restored_in_vain: steps taken again after a fault of the machine since the last progress; at most
+        rollbacks_without_progress: rollbacks since the last progress.
+        restores_without_progress: steps repeated after a fault of the machine since the last progress; at most
             `max_rollbacks`.
-        beyond: a healthy state taken after this step is progress.
-        rolled_back_for: identifies the mistake that the last rollback without progress was for; 0 if it is unknown.
-        risen_since: first step after the best validation loss, at the last rollback for a rise of that loss; 0: none.
-        lowered: start step, stop step (exclusive) and factor of the lowered learning rate.
-        rollback_before: step that the next rollback has to go back before; None: to the newest healthy state.
+        progress_after_step: a healthy state from after this step is progress.
+        rolled_back_mistake: identifies the mistake that caused the last rollback without progress; 0 if unknown.
+        validation_rise_start: the last rollback for a rise of the validation loss was for a rise that began at this
+            step; 0 for none.
+        lr_reduction: start step, stop step (exclusive) and factor of the lowered learning rate.
+        rollback_before: the next rollback must restore a state from before this step; None: the newest healthy state.
     """
 
     patience: int = 10
@@ -90,20 +91,19 @@ class RollbackGuard(SkipGuard):
     lr_factor: float = 0.5
     lr_steps: int = 100
     rollbacks: int = 0
-    in_vain: int = 0
-    restored_in_vain: int = 0
-    beyond: int = 0
-    lowered: tuple[int, int, float] = (0, 0, 1.0)
-    rolled_back_for: int = 0
-    risen_since: int = 0
-    states: RetainedStates = field(init=False, repr=False)
+    rollbacks_without_progress: int = 0
+    restores_without_progress: int = 0
+    progress_after_step: int = 0
+    lr_reduction: tuple[int, int, float] = (0, 0, 1.0)
+    rolled_back_mistake: int = 0
+    validation_rise_start: int = 0
     rollback_before: int | None = field(init=False, repr=False, default=None)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm", "rollback")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, (lowest, customary) in WHOLE.items():
+        for name, (lowest, customary) in INTEGER_OPTIONS.items():
             if (value := getattr(self, name)) < lowest:
                 raise ConfigError(f"guard.{name}={value} is below {lowest}: {customary} is customary")
         if not 0 < self.lr_factor <= 1:
@@ -120,42 +120,47 @@ class RollbackGuard(SkipGuard):
     def judge(self, reading: Reading) -> Verdict:
         """Returns the verdict on a step and updates counts, limits and retained states."""
         verdict = super().judge(reading)
-        if verdict is Verdict.APPLY and (back := self._goes_back()) is not Verdict.APPLY:
+        if verdict is Verdict.APPLY and (back := self._judge_slow_spikes()) is not Verdict.APPLY:
             return back
-        # While a change is suspected, newer states must not push out those from before it.
+        # The step was applied, and the run is out of trouble: states that are old enough become healthy. While a slow
+        # spike is suspected none does, or newer states would push out those from before it.
         if verdict is Verdict.APPLY and self.healthy and not self.slow_spikes.suspects:
             promoted = self.states.promote(reading.step)
             if self.states.pinned is not None and any(step >= self.states.pinned + self.window for step in promoted):
                 self.states.pinned = None  # the run is healthy with its other settings
-            if any(step > self.beyond for step in promoted):  # the run got past the trouble: restore the budget
-                self.in_vain, self.restored_in_vain, self.rolled_back_for = 0, 0, 0
+            if any(
+                step > self.progress_after_step for step in promoted
+            ):  # the run got past the trouble: restore the budget
+                self.rollbacks_without_progress, self.restores_without_progress, self.rolled_back_mistake = 0, 0, 0
         # Bad data and fp16's overflows do not mean that the weights are bad: no rollback for them.
         if verdict is not Verdict.SKIP or self.kind not in ("spike", "nonfinite"):
             return verdict
         if self.trouble < self.patience:
             return Verdict.SKIP
-        return self._give_up(f"skipping has not ended it (guard.patience={self.patience})")
+        # So many skipped batches in a row: not the data are bad, but the weights that they meet.
+        return self._roll_back_or_halt(f"skipping has not ended it (guard.patience={self.patience})")
 
     def judge_validation(self, step: int, loss: float) -> Verdict:
         """Returns the verdict on a state by its validation loss: ROLLBACK with `slow=rollback` if it has risen."""
         super().judge_validation(step, loss)
-        return self._goes_back()
+        return self._judge_slow_spikes()
 
-    def _goes_back(self) -> Verdict:
-        """Returns ROLLBACK if a slow spike was found after which the guard rolls back, and sets to before which step.
+    def _judge_slow_spikes(self) -> Verdict:
+        """Returns ROLLBACK if the guard rolls back for a slow spike that was found; sets `rollback_before`.
 
-        If `max_rollbacks` rollbacks did not help, the alarm is all there is: the loss is finite, and the run goes on.
-        So it is if the validation loss has still not reached what it was before the last rollback for its rise: an
-        overfitting model would go back again and again. With `escalate=whatif` other fixes are tried then.
+        Returns APPLY if `max_rollbacks` rollbacks did not help: the alarm was raised, the loss is finite, and the run
+        goes on. The same holds if the validation loss has not fallen to its best since the last rollback for its rise:
+        an overfitting model would be rolled back again and again. With `escalate=whatif` the run then halts, so that
+        other fixes are tried.
         """
         if self.slow != "rollback" or not self._alarms:
             return Verdict.APPLY
         found = self._alarms[-1]
         since = found.since or 0
         exhausted = ""
-        if self.in_vain >= self.max_rollbacks:
+        if self.rollbacks_without_progress >= self.max_rollbacks:
             exhausted = f", and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help"
-        elif found.kind == "slow_validation" and since == self.risen_since:
+        elif found.kind == "slow_validation" and since == self.validation_rise_start:
             exhausted = ", and a rollback did not help"
         if exhausted and self.escalate != "whatif":
             return Verdict.APPLY
@@ -164,55 +169,61 @@ class RollbackGuard(SkipGuard):
             self.since = since
             return Verdict.HALT
         if found.kind == "slow_validation":
-            self.risen_since = since
+            self.validation_rise_start = since
         # The start of a change is an estimate: a state is safe if it would have become healthy before it.
         self.rollback_before = max(since - 1 - self.healthy_after, 0)
         return Verdict.ROLLBACK
 
     def at_end(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict on the last step: ROLLBACK or HALT if `trouble` is at least `LAST_PATIENCE`."""
+        """Returns the verdict on the last step: ROLLBACK or HALT if `trouble` is at least `PATIENCE_AT_END`."""
         # No steps are left in which the trouble could end, so the guard does not wait for `patience`.
-        if verdict is not Verdict.SKIP or self.trouble < LAST_PATIENCE:
+        if verdict is not Verdict.SKIP or self.trouble < PATIENCE_AT_END:
             return verdict
-        return self._give_up("the run is at its end")
+        return self._roll_back_or_halt("the run is at its end")
 
-    def _give_up(self, why: str) -> Verdict:
+    def _roll_back_or_halt(self, why: str) -> Verdict:
         what, incident = f"{self.reason}, and {why}", self._incident
-        # Another batch has not helped. A lower learning rate may, but only if it is what the diagnosis names.
-        same = incident is not None and self.in_vain and mistake_number(incident) == self.rolled_back_for
-        if same and not any(each.startswith(SLOWER) for each in incident.fix):
+        # The same mistake after a rollback, with other data: more rollbacks would only lower the learning rate further,
+        # which helps only if the diagnosis names the learning rate.
+        same = (
+            incident is not None
+            and self.rollbacks_without_progress
+            and mistake_number(incident) == self.rolled_back_mistake
+        )
+        if same and not any(each.startswith(LOWER_LR_FIXES) for each in incident.fix):
             fix = incident.fix[0] if incident.fix else "none known"
             self.reason = f"{what}: {incident.cause} again after a rollback, with other data. fix: {fix}"
             return Verdict.HALT
-        if self.in_vain < self.max_rollbacks:
+        if self.rollbacks_without_progress < self.max_rollbacks:
             self.reason = what
             return Verdict.ROLLBACK
+        # The budget is used up: each rollback went further back, with a lower learning rate, and none helped.
         self.reason = f"{what}, and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help: " + (
             "lower optimizer.lr, lengthen warmup.steps, or try precision=fp32"
         )
         return Verdict.HALT
 
     def _count_machine_fault(self, step: int) -> None:
-        """Counts a fault of the machine at this step; at most `max_rollbacks` are put up with without progress."""
+        """Counts a fault of the machine at this step; `max_rollbacks` of them are allowed without progress."""
         super()._count_machine_fault(step)
-        self.restored_in_vain += 1
-        self.beyond = max(self.beyond, step)
+        self.restores_without_progress += 1
+        self.progress_after_step = max(self.progress_after_step, step)
 
-    def _no_way_back(self, damaged: bool) -> str:
-        """Returns why the step cannot be taken again; empty if it can."""
-        if self.restored_in_vain < self.max_rollbacks or not (damaged or self.max_rollbacks):
+    def _why_no_retry(self, damaged: bool) -> str:
+        """Returns why the step cannot be repeated; empty if it can."""
+        if self.restores_without_progress < self.max_rollbacks or not (damaged or self.max_rollbacks):
             return ""
         limit = f"guard.max_rollbacks={self.max_rollbacks}"
         if not self.max_rollbacks:
             return f"; {limit} puts no state back"
         return f", {limit} times without progress: resume on another machine, and test this one"
 
-    def begin_anew(self, loss: float | None) -> None:
-        """Adapts to other settings: also restores the budget of rollbacks. States from before remain a way back."""
-        super().begin_anew(loss)
-        self.in_vain, self.restored_in_vain, self.lowered = 0, 0, (0, 0, 1.0)
+    def reset_for_new_settings(self, loss: float | None) -> None:
+        """Adapts to other settings: also restores the budget of rollbacks. Older states can still be restored."""
+        super().reset_for_new_settings(loss)
+        self.rollbacks_without_progress, self.restores_without_progress, self.lr_reduction = 0, 0, (0, 0, 1.0)
 
-    def begin_rollback(self, step: int, target: int) -> Detour:
+    def begin_rollback(self, step: int, target: int) -> RollbackPlan:
         """Counts a rollback from `step` to `target`, and lowers the learning rate.
 
         Args:
@@ -220,45 +231,48 @@ class RollbackGuard(SkipGuard):
             target: step of the restored state.
         """
         self.rollbacks += 1
-        self.in_vain += 1
-        self.rolled_back_for = 0 if self._incident is None else mistake_number(self._incident)
+        self.rollbacks_without_progress += 1
+        self.rolled_back_mistake = 0 if self._incident is None else mistake_number(self._incident)
         self._incident = None
-        self.beyond = max(self.beyond, step)
+        self.progress_after_step = max(self.progress_after_step, step)
         self.rollback_before = None
-        self.taken_again = self.restored = 0  # the step of that number reads other data now
-        self.lowered = (target, target + self.lr_steps, self.lr_factor**self.in_vain)
-        return Detour(self.rollbacks, self.skip_batches, self.lowered[2], self.lowered[1])
+        self.retried_step = self.restored_step = 0  # the step of that number reads other data now
+        self.lr_reduction = (target, target + self.lr_steps, self.lr_factor**self.rollbacks_without_progress)
+        return RollbackPlan(self.rollbacks, self.skip_batches, self.lr_reduction[2], self.lr_reduction[1])
 
     def lr_multiplier(self, step: int) -> float:
         """Factor of the learning rate at step number `step`: below 1 for `lr_steps` steps after a rollback."""
-        start, stop, factor = self.lowered
+        start, stop, factor = self.lr_reduction
         return factor if start <= step < stop else 1.0
 
     def cumulative_state(self) -> dict[str, Any]:
-        """Counts and budgets that a rollback does not restore."""
-        own = {name: getattr(self, name) for name in CUMULATIVE}
-        return own | {"skips": dict(self.skips), "lowered": list(self.lowered)}
+        """Counts and budgets that a rollback does not restore, by their keys in checkpoints."""
+        own = {key: getattr(self, name) for name, key in CUMULATIVE.items()}
+        return own | {"skips": dict(self.skips), "lowered": list(self.lr_reduction)}
 
     def load_cumulative_state(self, state: dict[str, Any]) -> None:
         """Overwrites the restored counts and budgets with those from before the rollback."""
-        for name, value in state.items():
-            # A copy of the counts, because the saved state must not change with them.
-            copied = dict(value) if name == "skips" else tuple(value) if name == "lowered" else value
-            setattr(self, name, copied)
+        for name, key in CUMULATIVE.items():
+            if key in state:
+                # A copy of the counts, because the saved state must not change with them.
+                value = state[key]
+                copied = dict(value) if key == "skips" else tuple(value) if key == "lowered" else value
+                setattr(self, name, copied)
 
     def state_dict(self) -> dict:
         """Counts, windows, budgets and steps of the retained states, for the checkpoint."""
         return {**super().state_dict(), **self.cumulative_state(), **self.states.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores all values; those that the checkpoint of another kind of guard lacks begin anew."""
+        """Restores all values; what the checkpoint of another kind of guard lacks is reset."""
         super().load_state_dict(state)
         self.rollback_before = None
         self.states.load_state_dict(state)
         if "slow" in state:  # its name in checkpoints of version 1
             state = {"lowered": state["slow"], **state}
-        begin = {**dict.fromkeys(CUMULATIVE[1:], 0), "lowered": (0, 0, 1.0)}
-        self.load_cumulative_state({name: state.get(name, first) for name, first in begin.items()})
+        # `NoGuard` has restored the skips.
+        defaults = {key: 0 for key in CUMULATIVE.values() if key != "skips"} | {"lowered": (0, 0, 1.0)}
+        self.load_cumulative_state({key: state.get(key, default) for key, default in defaults.items()})
 
 
 def mistake_number(incident: Any) -> int:

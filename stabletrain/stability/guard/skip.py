@@ -15,7 +15,7 @@ from torch import Tensor
 from stabletrain.errors import ConfigError
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import NoLengths
-from stabletrain.records import Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
+from stabletrain.records import GradNorms, LossTerms, Reading, RollbackPlan, StepChecks, Verdict
 from stabletrain.stability.guard.divergence import Divergence, NoDivergence
 from stabletrain.stability.guard.limits import LARGEST, Limits
 from stabletrain.stability.guard.recheck import NoRecheck, recheck_every
@@ -38,12 +38,13 @@ class NoGuard:
         skips: number of skipped steps by kind; here only `overflow`, by fp16's loss scaling.
         reason: why the newest skipped step was skipped, in one line.
         kind: kind of the newest skipped step, or `slow` after a slow spike that is rolled back, or `diverged`.
-        since: step at which what a halt is about began; None if it began with the halt's own skips.
+        since: first step of the problem that caused the halt; None if that is the first of the skips before the halt.
         rollbacks: always 0.
-        machine_faults, taken_again: always 0.
+        machine_faults, retried_step: always 0.
         faulty_rank: always -1.
         consecutive: always 0.
         escalate: what happens after a halt: here always `halt`, which is nothing.
+        states, state_check, update_check, recheck: the parts that a guard is composed of; here none does anything.
     """
 
     skips: dict[str, int] = field(default_factory=lambda: {"overflow": 0})
@@ -52,14 +53,14 @@ class NoGuard:
     since: int | None = None
     rollbacks: int = 0
     machine_faults: int = 0
-    taken_again: int = 0
+    retried_step: int = 0
     faulty_rank: int = -1
     consecutive: int = 0
     escalate: str = "halt"
-    states = NoRetainedStates()
-    state_check = NoStateCheck()
-    update_check = NoUpdateCheck()
-    recheck = NoRecheck()
+    states: NoRetainedStates = field(init=False, repr=False, compare=False, default_factory=NoRetainedStates)
+    state_check: NoStateCheck = field(init=False, repr=False, compare=False, default_factory=NoStateCheck)
+    update_check: NoUpdateCheck = field(init=False, repr=False, compare=False, default_factory=NoUpdateCheck)
+    recheck: NoRecheck = field(init=False, repr=False, compare=False, default_factory=NoRecheck)
 
     @property
     def lengths(self) -> NoLengths:
@@ -131,15 +132,15 @@ class NoGuard:
         del step
         return 1.0
 
-    def begin_anew(self, loss: float | None) -> None:
-        """Does nothing: this guard remembers nothing that other settings would change."""
+    def reset_for_new_settings(self, loss: float | None) -> None:
+        """Does nothing: this guard has no statistics that depend on the settings."""
         del loss
 
-    def suspect(self, step: int, rank: int = -1) -> None:
+    def note_retry(self, step: int, rank: int = -1) -> None:
         """Does nothing."""
         del step, rank
 
-    def begin_rollback(self, step: int, target: int) -> Detour:
+    def begin_rollback(self, step: int, target: int) -> RollbackPlan:
         """Raises NotImplementedError, because this guard never returns ROLLBACK."""
         raise NotImplementedError(f"{type(self).__name__} never rolls back, but was asked to, from {step} to {target}")
 
@@ -159,14 +160,14 @@ ESCALATIONS = ("halt", "whatif")
 
 KINDS = ("bad_data", "nonfinite", "spike", "overflow", "state", "recheck", "update")
 
-COUNTED = ("consecutive", "trouble", "bad_updates")
+CHANGED_BY_SKIP = ("consecutive", "trouble", "bad_updates")
 """Counts that a skipped step changes, besides `skips`."""
 
-ONLY_UP = ("machine_faults", "taken_again", "restored")
-"""Counts of the whole run, which nothing undoes."""
+NEVER_UNDONE = {"machine_faults": "machine_faults", "retried_step": "taken_again", "restored_step": "restored"}
+"""Counts of the whole run that no rollback undoes, each with its key in checkpoints."""
 
 MOST_BAD_UPDATES = 3
-"""Updates in a row that were not finite after which the run halts: another batch does not mend an optimizer."""
+"""The run halts after this many updates in a row that were not finite: another batch does not repair an optimizer."""
 
 CHANGED = "weights, moments or buffers are not what the last update left"
 GRADIENT_DIFFERS = "the gradient came out differently when it was computed a second time"
@@ -196,10 +197,10 @@ class SkipGuard(NoGuard):
         trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
             healthy at 0.
         bad_updates: updates in a row that were not finite.
-        machine_faults: steps that were taken again because memory or arithmetic had failed.
-        taken_again: the last step whose numbers were wrong.
-        faulty_rank: the rank on which its update was bad; -1 if it is unknown.
-        restored: the last step at which a damaged state was put back.
+        machine_faults: number of steps repeated because memory or arithmetic had failed.
+        retried_step: the last step that was repeated because its numbers were wrong.
+        faulty_rank: the rank on which its update was bad; -1 if unknown.
+        restored_step: the last step at which a damaged state was replaced by an intact one.
         state_check: compares the state with what the last update left.
     """
 
@@ -217,17 +218,14 @@ class SkipGuard(NoGuard):
     consecutive: int = 0
     trouble: int = 0
     bad_updates: int = 0
-    restored: int = 0
+    restored_step: int = 0
     limits: Limits = field(init=False, repr=False)
-    state_check: NoStateCheck = field(init=False, repr=False)
-    update_check: NoUpdateCheck = field(init=False, repr=False)
-    recheck: NoRecheck = field(init=False, repr=False)
     slow_spikes: NoSlowSpikes = field(init=False, repr=False)
     divergence: NoDivergence = field(init=False, repr=False)
     _alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
     _before_skip: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
     faulty_rank: int = field(init=False, repr=False, default=-1)
-    _suspected: int = field(init=False, repr=False, default=0)
+    _retry_to_judge: int = field(init=False, repr=False, default=0)
     _incident: Any = field(init=False, repr=False, default=None)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm")
@@ -253,10 +251,10 @@ class SkipGuard(NoGuard):
             raise ConfigError(f"guard.check_update={self.check_update} is neither true nor false")
         self.recheck = recheck_every(self.recheck_every)
         self.update_check = UpdateCheck() if self.check_update else NoUpdateCheck()
-        self._look_anew()
+        self._reset_detectors()
 
-    def _look_anew(self) -> None:
-        """Begins the search for slow spikes and for divergence."""
+    def _reset_detectors(self) -> None:
+        """Starts the detectors of slow spikes and of divergence from an empty history."""
         self.slow_spikes = slow_spikes(self.slow, self.slow_rate, self.slow_modes)
         self.divergence = Divergence(self.window) if self.escalate == "whatif" else NoDivergence()
 
@@ -288,28 +286,38 @@ class SkipGuard(NoGuard):
 
     def judge(self, reading: Reading) -> Verdict:
         """Returns the verdict on a step and updates counts and limits."""
+        return self._judge_applied(reading) if reading.applied else self._judge_skipped(reading)
+
+    def _judge_applied(self, reading: Reading) -> Verdict:
         self._before_skip = {}
-        if reading.applied:
-            if reading.step == self._suspected:
-                self._suspected = 0
-                self._count_machine_fault(reading.step)
-            self.consecutive = self.bad_updates = 0
-            self.trouble = max(self.trouble - 1, 0)
-            self.limits.add(reading)
-            self.recheck.learn(reading)
-            if self.recheck.wrong(reading):  # the update was applied; the caller finds out whether it is a fault
-                self.kind, self.reason = "recheck", UPDATE_DIFFERS
-                return Verdict.APPLY
-            self._alarms += self.slow_spikes.add(reading)
-            found = self.divergence.add(reading.step, reading.loss)
-            if found is None:
-                return Verdict.APPLY
-            self.kind, self.reason, self.since = "diverged", found.text, found.since
-            return Verdict.HALT
-        self._before_skip = {name: getattr(self, name) for name in COUNTED} | {"skips": dict(self.skips)}
-        self.kind, self.reason = self.why(reading)
+        # The first try of this step gave a bad update, and its repetition did not: the machine was at fault.
+        if reading.step == self._retry_to_judge:
+            self._retry_to_judge = 0
+            self._count_machine_fault(reading.step)
+        # One applied step ends a row of skips. `trouble` falls by one only, so that a run in which every other step is
+        # skipped does not count as healthy.
+        self.consecutive = self.bad_updates = 0
+        self.trouble = max(self.trouble - 1, 0)
+        # Only applied steps enter the statistics: a spike must not raise the limit that has just stopped it.
+        self.limits.add(reading)
+        self.recheck.learn(reading)
+        if self.recheck.differing_part(reading):  # the update was applied; the caller finds out whether it is a fault
+            self.kind, self.reason = "recheck", UPDATE_DIFFERS
+            return Verdict.APPLY
+        # Last, the faults that no single step shows.
+        self._alarms += self.slow_spikes.add(reading)
+        found = self.divergence.add(reading.step, reading.loss)
+        if found is None:
+            return Verdict.APPLY
+        self.kind, self.reason, self.since = "diverged", found.text, found.since
+        return Verdict.HALT
+
+    def _judge_skipped(self, reading: Reading) -> Verdict:
+        # If the skip turns out to be a fault of the machine, `on_machine_fault` restores these counts.
+        self._before_skip = {name: getattr(self, name) for name in CHANGED_BY_SKIP} | {"skips": dict(self.skips)}
+        self.kind, self.reason = self.kind_and_reason(reading)
         self.skips[self.kind] += 1
-        if self.kind == "state":
+        if self.kind == "state":  # the weights are damaged: no later step can be right
             return self.on_machine_fault(reading.step, self.reason, damaged=True)
         if self.kind == "overflow":  # routine calibration: neither trouble nor a consecutive skip
             return Verdict.SKIP
@@ -318,19 +326,19 @@ class SkipGuard(NoGuard):
             return self._judge_bad_update()
         if self.kind not in ("bad_data", "recheck"):  # these say nothing about the weights
             self.trouble += 1
-        return self._at_most()
+        return self._skip_or_halt()
 
     def _judge_bad_update(self) -> Verdict:
         """Returns the verdict on an update that was not finite, and was undone."""
         self.bad_updates += 1
         if self.bad_updates < MOST_BAD_UPDATES:
-            return self._at_most()
+            return self._skip_or_halt()
         self.reason = f"{self.reason}, in {self.bad_updates} steps in a row: other batches do not help"
         if self._incident is not None:
             self.reason += f"; {self._incident.verdict}. fix: {next(iter(self._incident.fix), 'none known')}"
         return Verdict.HALT
 
-    def _at_most(self) -> Verdict:
+    def _skip_or_halt(self) -> Verdict:
         """Returns SKIP, or HALT at the last of `max_consecutive` skips in a row."""
         if self.consecutive < self.max_consecutive:
             return Verdict.SKIP
@@ -359,54 +367,56 @@ class SkipGuard(NoGuard):
         found, self._alarms = self._alarms, []
         return found
 
-    def begin_anew(self, loss: float | None) -> None:
-        """Adapts to other settings, with which the run is resumed: they get the whole patience.
+    def reset_for_new_settings(self, loss: float | None) -> None:
+        """Adapts to the other settings with which the run is resumed: they get the whole patience.
 
         Args:
-            loss: of the first batch under the other settings; None if unknown. Above the limit, all limits begin anew,
-                because they would stop a run whose loss has only been defined otherwise.
+            loss: of the first batch under the other settings; None if unknown. If it is above the limit, all limits are
+                reset: they would stop a run in which only the definition of the loss has changed.
         """
         self.consecutive = self.trouble = 0
-        self._look_anew()
+        self._reset_detectors()
         if loss is not None and loss > self.limits.loss.value:
             self.limits = Limits(self.sigma, self.window)
 
-    def suspect(self, step: int, rank: int = -1) -> None:
-        """Notes that a step is taken again: if it is applied then, that was a fault of the machine, on that rank."""
-        self.taken_again, self._suspected, self.faulty_rank = step, step, rank
+    def note_retry(self, step: int, rank: int = -1) -> None:
+        """Notes that a step is repeated. If its update is applied then, the machine was at fault, on that rank."""
+        self.retried_step, self._retry_to_judge, self.faulty_rank = step, step, rank
 
     def note_mistake(self, incident: Any) -> None:
-        """Notes what the investigation of the present trouble has found; see `forensics/handler.py`."""
+        """Remembers the incident of the present trouble; see `forensics/handler.py`."""
         self._incident = incident
 
     def on_machine_fault(self, step: int, why: str, *, damaged: bool, otherwise: Verdict | None = None) -> Verdict:
-        """Returns the verdict on a step at which memory or arithmetic failed: RESTORE, but once only for each step.
+        """Returns the verdict on a step at which memory or arithmetic failed: RESTORE, but only once for each step.
 
-        What happens again in the same step, from a state that was verified, is no fault of the machine. A step that is
-        taken again is not counted as skipped.
+        A fault that happens again in the same step, from a verified state, is no fault of the machine. A step that is
+        repeated is not counted as skipped.
 
         Args:
             step: the step.
             why: what happened, for `reason`.
-            damaged: whether the state is wrong. Otherwise only this step's numbers were, and they changed nothing.
+            damaged: whether the state is wrong. If not, only this step's numbers were wrong, and they changed nothing.
             otherwise: the verdict if it is no fault of the machine; None halts.
         """
         self.reason = why
-        if step == (self.restored if damaged else self.taken_again):
+        # A second time at the same step: the code or the data are at fault, and another repetition would not help.
+        if step == (self.restored_step if damaged else self.retried_step):
             if otherwise is not None:
                 return otherwise
             self.reason = f"{why}: again, after that state was put back and verified, so the memory is not at fault"
             self.reason += "; is it code of yours that writes them? guard.checksum_every=0 allows that"
             return Verdict.HALT
-        if refused := self._no_way_back(damaged):
+        # No state to go back to, or the budget is used up.
+        if refused := self._why_no_retry(damaged):
             if not damaged and otherwise is not None:  # the step can be skipped
                 return otherwise
             self.reason = f"{why}{refused}"
             return Verdict.HALT
         if damaged:
-            self.restored = step
+            self.restored_step = step
         else:
-            self.taken_again = step
+            self.retried_step = step
         self._count_machine_fault(step)
         for name, value in self._before_skip.items():  # the step is not skipped
             setattr(self, name, value)
@@ -417,9 +427,9 @@ class SkipGuard(NoGuard):
         del step
         self.machine_faults += 1
 
-    def _no_way_back(self, damaged: bool) -> str:
-        """Returns why the step cannot be taken again; empty if it can."""
-        if not damaged:
+    def _why_no_retry(self, damaged: bool) -> str:
+        """Returns why the step cannot be repeated; empty if it can."""
+        if not damaged:  # the weights are as they were, so no older state is needed
             return ""
         return ": resume=auto continues from the last checkpoint; guard=rollback rolls back automatically"
 
@@ -449,9 +459,9 @@ class SkipGuard(NoGuard):
         skipped = self.consecutive or self.trouble
         return f"the run ended in trouble: {skipped} of its last steps were skipped ({self.reason})"
 
-    def why(self, reading: Reading) -> tuple[str, str]:
-        """Returns kind and reason of a skipped step."""
-        if reading.state_changed:  # first: whatever else is wrong may follow from it
+    def kind_and_reason(self, reading: Reading) -> tuple[str, str]:
+        """Returns kind and reason of a skipped step: the first cause that applies, the most basic ones first."""
+        if reading.state_changed:  # anything else that is wrong may follow from it
             return "state", CHANGED
         if reading.bad_data:
             return "bad_data", "the batch holds data that cannot be trained on"
@@ -467,13 +477,14 @@ class SkipGuard(NoGuard):
         for what, value in measured:
             if not math.isfinite(value):
                 return "nonfinite", f"{what} is {value}"
-        if self.recheck.wrong(reading) or math.isinf(reading.recheck):
+        if self.recheck.differing_part(reading) or math.isinf(reading.recheck):
             return "recheck", GRADIENT_DIFFERS
-        return "spike", self.limits.passed(reading)
+        return "spike", self.limits.exceeded(reading)
 
     def state_dict(self) -> dict:
         """Counts and windows, for the checkpoint."""
-        counts = {name: getattr(self, name) for name in (*COUNTED, *ONLY_UP)}
+        counts = {name: getattr(self, name) for name in CHANGED_BY_SKIP}
+        counts |= {key: getattr(self, name) for name, key in NEVER_UNDONE.items()}
         series = {
             "limits": self.limits.state_dict(),
             "recheck": self.recheck.state_dict(),
@@ -483,11 +494,11 @@ class SkipGuard(NoGuard):
         return {**super().state_dict(), **counts, **series}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores counts and windows; those that the checkpoint of another kind of guard lacks begin anew."""
+        """Restores counts and windows; what the checkpoint of another kind of guard lacks is reset."""
         super().load_state_dict(state)
-        for name in (*COUNTED, *ONLY_UP):
-            setattr(self, name, state.get(name, 0))
-        self._alarms, self._before_skip, self._suspected = [], {}, 0
+        for name, key in {**dict(zip(CHANGED_BY_SKIP, CHANGED_BY_SKIP, strict=True)), **NEVER_UNDONE}.items():
+            setattr(self, name, state.get(key, 0))
+        self._alarms, self._before_skip, self._retry_to_judge = [], {}, 0
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
         else:

@@ -1,4 +1,4 @@
-"""Slow spikes: faults that no single step shows, found in the series of steps.
+"""Slow spikes: faults that no single step shows, only the series of steps.
 
 | kind | series | a change is |
 |---|---|---|
@@ -13,8 +13,8 @@ length over the learning rate hardly varies from step to step, so a fault of the
 gradients shows there first. The weights cannot grow by more than the update's length, whatever the update: growth
 beyond that comes from outside the step.
 
-An alarm is raised once for each change, by the test that sees it first. All tests then begin anew, so that the new
-level becomes normal.
+An alarm is raised once for each change, by the test that sees it first. All tests are then reset, so that the new level
+becomes normal.
 """
 
 import itertools
@@ -29,28 +29,28 @@ from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import Lengths, NoLengths
 from stabletrain.records import Reading
 
-FIRST = 8
+FIRST_LOSSES = 8
 """Number of losses whose median is the first level, from which the fall of the loss is measured."""
 
-SHARE = 0.02
-"""Least standard deviation of the loss that is assumed, as a share of its fall so far."""
+MIN_STD_SHARE = 0.02
+"""Smallest standard deviation that is assumed of the loss, as a share of its fall so far."""
 
-FLOORS = {"slow_gradient": 0.25, "update_length": 0.4, "weight_growth": 0.15}
-"""Least standard deviations of the other series: natural drifts are smaller."""
+MIN_STDS = {"slow_gradient": 0.25, "update_length": 0.4, "weight_growth": 0.15}
+"""Smallest standard deviations that are assumed of the other series: natural drifts are smaller."""
 
 THRESHOLDS = {"slow_loss": 1.0, "slow_gradient": 2.5, "update_length": 2.0, "weight_growth": 1.0}
 """Multiples of `threshold(rate)`: these series drift more than the loss does."""
 
 LARGEST_GROWTH = 3.0
-"""Bound of the weights' growth over the update's length: with tiny updates rounding errors would count."""
+"""Bound of the weights' growth over the update's length: rounding errors dominate it in tiny updates."""
 
-JUMP = 1.5
-"""Factor between two steps' learning rates from which on lengths of updates begin a new series."""
+LR_JUMP = 1.5
+"""A change of the learning rate by this factor from one step to the next starts new series of lengths."""
 
 TINY = 1e-30
 
-RECENT = 48
-"""Number of learning rates that are kept, to tell whether it rose before a change."""
+RECENT_RATES = 48
+"""Number of recent learning rates that are kept, to find whether the rate rose before a change."""
 
 
 class NoSlowSpikes:
@@ -103,15 +103,15 @@ class SlowSpikes(NoSlowSpikes):
         self._tests = {
             kind: ChangePoint(factor * limit, down=kind == "weight_growth") for kind, factor in THRESHOLDS.items()
         }
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        """Begins all series."""
+    def _reset(self) -> None:
+        """Starts all series from an empty history."""
         for test in self._tests.values():
             test.reset()
         self._first: list[float] = []
         self._weights: float | None = None
-        self._rates: deque[float] = deque(maxlen=RECENT)
+        self._rates: deque[float] = deque(maxlen=RECENT_RATES)
         self._validation: list[tuple[int, float]] = []
         self._risen = False
 
@@ -121,21 +121,21 @@ class SlowSpikes(NoSlowSpikes):
         return any(test.statistic > 0.5 for test in self._tests.values())
 
     def add(self, reading: Reading) -> list[Alarm]:
-        """Adds an applied step; returns the alarm of a change that it reveals.
+        """Adds an applied step; returns an alarm if it reveals a change.
 
         A reading without `update` and `weights` (0) feeds only the tests of loss and gradient norm.
         """
-        if self._rates and not 1 / JUMP < reading.lr / max(self._rates[-1], TINY) < JUMP:
+        if self._rates and not 1 / LR_JUMP < reading.lr / max(self._rates[-1], TINY) < LR_JUMP:
             # The schedule's own step: in bf16 an update does not shrink as the learning rate does.
             for kind in ("update_length", "weight_growth"):
                 self._tests[kind].reset()
         level = self._level()
         values = self._values(reading)
         self._rates.append(reading.lr)
-        if len(self._first) < FIRST:
+        if len(self._first) < FIRST_LOSSES:
             self._first.append(reading.loss)
         fall = max(median(self._first) - level, 0.0) if level is not None else 0.0
-        floors = {"slow_loss": SHARE * fall, **FLOORS}
+        floors = {"slow_loss": MIN_STD_SHARE * fall, **MIN_STDS}
         passed = [
             kind for kind, value in values.items() if self._tests[kind].add(reading.step, value, floors[kind]) > 1
         ]
@@ -165,7 +165,7 @@ class SlowSpikes(NoSlowSpikes):
     def _alarm(self, kind: str, reading: Reading) -> Alarm:
         since = min(test.since for test in self._tests.values() if test.statistic > 0.5)
         shift = self._tests[kind].shift
-        ways = {
+        changes = {
             "slow_loss": f"the loss has been about {shift:.3g} above its trend",
             "slow_gradient": f"the gradient norm has been {math.exp(shift):.3g} times its trend",
             "update_length": f"updates have been {math.exp(shift):.3g} times as long as the learning rate implies",
@@ -173,7 +173,7 @@ class SlowSpikes(NoSlowSpikes):
             f"{abs(shift):.2g} of an update's length in each step",
         }
         text = (
-            f"slow spike: {ways[kind]} since about step {since}; likely cause: {self._cause(kind, since, reading)}. "
+            f"slow spike: {changes[kind]} since about step {since}; likely cause: {self._cause(kind, since, reading)}. "
             f"fix: look at what changed at step {since}, or let guard.slow=rollback go back to before it"
         )
         return Alarm(kind, text, since)
@@ -191,26 +191,27 @@ class SlowSpikes(NoSlowSpikes):
         return f"the data since step {since}, or gradients that are computed wrongly"
 
     def add_validation(self, step: int, loss: float) -> list[Alarm]:
-        """Adds a validation loss; returns an alarm if the last `CONFIRMED` are above the best by more than the noise.
+        """Adds a validation loss; returns an alarm if the last ones are above the best by more than the noise.
 
-        Fewer mean nothing: a network with BatchNorm, at a high learning rate, can evaluate badly twice in a row.
+        These are `CONFIRMATIONS`. Fewer mean nothing: a network with BatchNorm, at a high learning rate, can
+        evaluate badly twice in a row.
         """
         if not math.isfinite(loss):
             return []
         self._validation = [*(each for each in self._validation if each[0] < step), (step, loss)]
-        past = self._validation[:-CONFIRMED]
-        if len(past) < PAST:
+        past = self._validation[:-CONFIRMATIONS]
+        if len(past) < MIN_PAST:
             return []
         best_step, best = min(past, key=lambda each: each[1])
         bound = validation_bound([value for _, value in past])
-        was, self._risen = self._risen, all(value > best + bound for _, value in self._validation[-CONFIRMED:])
+        was, self._risen = self._risen, all(value > best + bound for _, value in self._validation[-CONFIRMATIONS:])
         if was or not self._risen:
             return []
         text = (
-            f"slow spike: the validation loss is {loss:.4g}, for {CONFIRMED} evaluations above its best, {best:.4g} at "
-            f"step {best_step}, by more than its noise ({bound:.2g}); likely cause: data that repeats or changed since "
-            f"step {best_step}, or overfitting. fix: take the checkpoint of the best loss, or let guard.slow=rollback "
-            "go back to before it rose"
+            f"slow spike: the validation loss is {loss:.4g}, for {CONFIRMATIONS} evaluations above its "
+            f"best, {best:.4g} at step {best_step}, by more than its noise ({bound:.2g}); likely cause: data that "
+            f"repeats or changed since step {best_step}, or overfitting. fix: take the checkpoint of the best loss, or let "
+            "guard.slow=rollback go back to before it rose"
         )
         return [Alarm("slow_validation", text, best_step + 1)]
 
@@ -219,7 +220,7 @@ class SlowSpikes(NoSlowSpikes):
         return {
             "tests": {kind: test.state_dict() for kind, test in self._tests.items()},
             "first": list(self._first),
-            # Always a number: a checkpoint whose values have other kinds than the live state's is taken for damaged.
+            # Always a number: a checkpoint whose values have other types than the live state's counts as damaged.
             "weights": self._weights or 0.0,
             "rates": list(self._rates),
             "validation": [list(each) for each in self._validation],
@@ -227,27 +228,28 @@ class SlowSpikes(NoSlowSpikes):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores them; a checkpoint of a run without these tests has none, and all series begin anew."""
+        """Restores them; resets all series if the checkpoint's run had no such tests."""
         if not state:
-            self._begin()
+            self._reset()
             return
         for kind, test in self._tests.items():
             test.load_state_dict(state["tests"][kind])
         self._first, self._weights = list(state["first"]), state["weights"] or None
-        self._rates = deque(state["rates"], maxlen=RECENT)
+        self._rates = deque(state["rates"], maxlen=RECENT_RATES)
         self._validation = [(int(step), float(loss)) for step, loss in state["validation"]]
         self._risen = state["risen"]
 
 
-CONFIRMED, PAST = 3, 5
-"""Evaluations that must be above the bound, and evaluations before them that are needed to know it."""
+CONFIRMATIONS, MIN_PAST = 3, 5
+"""Evaluations that must be above the bound, and earlier evaluations that are needed to compute it."""
 
-NOISE, LEAST_SHARE, LEAST = 4.0, 0.05, 0.02
-"""A loss may be above the best one by this multiple of the usual rise, or share of the fall so far, or of the best."""
+NOISE_FACTOR, FALL_SHARE, BEST_SHARE = 4.0, 0.05, 0.02
+"""The bound above the best loss: the largest of this multiple of the usual rise, and these shares of the fall so far
+and of the best loss."""
 
 
 def validation_bound(losses: Sequence[float]) -> float:
-    """Returns by how much a validation loss may be above the best of `losses` without meaning anything.
+    """Returns the bound within which a validation loss above the best of `losses` means nothing.
 
     The noise is the median of the rises between successive evaluations.
 
@@ -257,7 +259,7 @@ def validation_bound(losses: Sequence[float]) -> float:
     best = min(losses)
     rises = [later - earlier for earlier, later in itertools.pairwise(losses) if later > earlier]
     noise = median(rises) if rises else 0.0
-    return max(NOISE * noise, LEAST_SHARE * (losses[0] - best), LEAST * abs(best))
+    return max(NOISE_FACTOR * noise, FALL_SHARE * (losses[0] - best), BEST_SHARE * abs(best))
 
 
 def slow_spikes(mode: str | bool, rate: float, modes: Sequence[str]) -> NoSlowSpikes:

@@ -1,11 +1,11 @@
-"""Checks that nothing changes the state but the step: a law of this project, and the sign of a memory fault.
+"""Checks that only a step changes the state: a law of this project. Any other change is a sign of a memory fault.
 
-Weights and moments have the same checksum after an update and again just before the next one. Buffers, which a forward
-pass may write, have the same bits until that forward pass begins. If either differs, memory has changed by itself, or
-other code has written it: the gate closes, and the guard restores a state from before.
+Weights and moments must have the same checksum after an update and just before the next one. Buffers, which a forward
+pass may write, must have the same bits until that forward pass begins. If either differs, memory has changed by itself,
+or other code has written it: the gate closes, and the guard restores an older state.
 
 `every` sets how often this is checked: 1 checks between all updates, 10 between one in ten pairs of updates. A change
-that happens between other updates is not found.
+between other updates is not found.
 """
 
 import math
@@ -28,7 +28,7 @@ SHARE = 0.005
 """Largest share of a step's time that the check takes by default."""
 
 FLOPS_PER_BYTE = {"cpu": 16.0, "cuda": 240.0}
-"""FLOPs of training in the time in which one byte of the state is summed: on two CPU cores, measured by
+"""FLOPs of training in the time that summing one byte of the state takes: on two CPU cores, measured by
 benchmarks/checksums.py; on an H100, 400 TFLOP/s over half of 3.35 TB/s, because each byte is read twice.
 """
 
@@ -38,8 +38,8 @@ class Change(NamedTuple):
 
     Attributes:
         what: `parameter`, `buffer`, or the name of a moment.
-        name: of the parameter or buffer.
-        words: which part of it.
+        name: name of the parameter or buffer.
+        words: which part of the tensor changed.
     """
 
     what: str
@@ -113,7 +113,7 @@ class Sums:
 
 
 class StateCheck(NoStateCheck):
-    """Compares the state just before an update with what the update before left.
+    """Compares the state just before an update with the state after the previous update.
 
     Attributes:
         every: updates between two comparisons, at least 1.
@@ -130,10 +130,10 @@ class StateCheck(NoStateCheck):
         self._held = 0
 
     def after_update(self, state: TrainState, buffers: SavedBuffers) -> None:
-        """Takes the checksums of the state after a step, if the next update is one before which they are compared.
+        """Takes the checksums of the state after a step, if they will be compared before the next update.
 
         Args:
-            state: after the step was counted.
+            state: the state, after the step was counted.
             buffers: the values of its buffers.
         """
         due = state.step % self.every == 0
@@ -141,11 +141,10 @@ class StateCheck(NoStateCheck):
         self._buffers = buffers if due else None
 
     def before_update(self, state: TrainState, buffers: SavedBuffers) -> Number:
-        """Returns 1 if the state is not what the last update left, 0-d fp32 on its device; 0 if there is nothing to
-        compare with.
+        """Returns 1 if the state has changed since the last update, 0-d fp32 on its device; 0 without a comparison.
 
         Args:
-            state: before the update; nothing has written it since the last one.
+            state: the state before the update; nothing should have written it since the last one.
             buffers: the values of its buffers from before the forward pass.
         """
         kept, self._seen, self._forward = self._kept, None, None
@@ -159,7 +158,7 @@ class StateCheck(NoStateCheck):
         return torch.logical_not(same).float()
 
     def holds(self, state: TrainState) -> bool:
-        """Returns whether the state is still what the last update left; waits for the device."""
+        """Returns whether the state is unchanged since the last update; waits for the device."""
         kept, self._seen, self._forward = self._kept, None, None
         if kept is None or kept.at != at(state):
             return True
@@ -171,23 +170,23 @@ class StateCheck(NoStateCheck):
         return bool(same)
 
     def reference(self, state: TrainState) -> Sums:
-        """Returns the checksums that a copy of this state must have: those from after the last update, if known."""
+        """Returns the checksums that a copy of this state must have; those from after the last update, if known."""
         kept = self._kept
         return kept if kept is not None and kept.at == at(state) else self._sums(state)
 
     def restored(self, state: TrainState, reference: Sums | None) -> bool:
-        """Returns whether a state that was put back has its checksums; waits for the device.
+        """Returns whether a restored state has its checksums; waits for the device.
 
         Args:
-            reference: from when the state was saved; None if it is unknown.
+            reference: the checksums from when the state was saved; None if unknown.
         """
         self._kept = self._buffers = None
         return reference is None or bool(reference.equal(self._sums(state)))
 
     def put_back_buffers(self) -> None:
-        """Gives the buffers that the newest comparison saw the values that the last update left.
+        """Restores the buffers' values from after the last update, if the newest comparison found other values.
 
-        A saved state lacks buffers that the model does not save, so it could not put these back.
+        A saved state lacks the buffers that the model does not save, so it could not restore these.
         """
         if self._forward is not None and self._forward[0].buffers.tensors:
             good, changed = self._forward
@@ -228,7 +227,8 @@ class StateCheck(NoStateCheck):
 
     def _tensors(self, state: TrainState) -> dict[str, Tensor]:
         """Returns weights and moments by `<what> <name>`; of a sharded tensor, this rank's shard."""
-        # FSDP gathers whole weights in a module's place; the optimizer holds the shards, which have a name before that.
+        # FSDP replaces a module's shards by gathered weights during a step; the optimizer always holds the shards. So
+        # names are looked up before that, and again only if the optimizer gets other parameters.
         held = sum(len(group["params"]) for group in state.optimizer.param_groups)
         if held != self._held:
             self._weights, self._held = dict(state.model.named_parameters()), held
@@ -256,12 +256,12 @@ def at(state: TrainState) -> tuple[int, int]:
 
 
 def default_every(state_bytes: float, step_flops: float | None, device: str) -> int:
-    """Returns the smallest `every` at which the check takes at most `SHARE` of a step's time, as far as is known.
+    """Returns the smallest `every` at which the check takes at most `SHARE` of a step's time, if the FLOPs are known.
 
     Args:
-        state_bytes: of weights and moments on this device.
-        step_flops: of one step on this device; None if unknown.
-        device: its type.
+        state_bytes: bytes of weights and moments on this device.
+        step_flops: FLOPs of one step on this device; None if unknown.
+        device: the device's type.
     """
     if not step_flops:
         return UNKNOWN

@@ -1,15 +1,15 @@
-"""An update is finite, or it did not happen: checks what an optimizer's step has written.
+"""Checks the values that an optimizer's step wrote: an update is finite, or it is undone.
 
 Finite gradients do not make a finite update: an optimizer may divide by the norm of a zero update, or take the root of
 a second moment that is 0. An optimizer that is proven to keep a finite state finite (`optimizers/closed.py`) costs
 nothing here. Any other is checked after each step: weights and moments must be finite. If they are not, the step is
 undone in one of two ways:
 
-- With `copies`, the bits from before the step are put back at once. This takes the memory of weights, moments and
+- With `copies`, the bits from before the step are restored immediately. This takes the memory of weights, moments and
   gradients once more, and one host read.
-- Without, the step's reading says so (`bad_update`), which arrives before the next update is applied. The loop then
-  restores a snapshot, replays the steps since, and takes this step again with `copies`. That needs a replay that gives
-  the same bits.
+- Without copies, the step's reading reports it (`bad_update`) before the next update is applied. The loop then
+  restores a snapshot, replays the steps since, and repeats this step with `copies`. That needs a replay that gives the
+  same bits.
 """
 
 import torch
@@ -34,8 +34,8 @@ class Unchecked:
 
     Attributes:
         bad: 1 if the update left a value that is not finite, else 0.
-        undone: whether the bits from before the update were put back.
-        rank: on several ranks, the first one on which it was bad, -1 if it was on none or on all; else None.
+        undone: whether the bits from before the update were restored.
+        rank: the first rank on which it was bad, -1 if it was bad on none or on all; None in a single process.
     """
 
     bad: Number = 0.0
@@ -54,7 +54,7 @@ class NoUpdateCheck:
     """Checks no update.
 
     Attributes:
-        copies: whether a bad update is undone at once, from copies.
+        copies: whether a bad update is undone immediately, from copies.
         failed: whether an update was bad in this process.
     """
 
@@ -95,7 +95,7 @@ class UpdateCheck(NoUpdateCheck):
         return why_unproven(optimizer)
 
     def copy(self, model: nn.Module, optimizer: Optimizer) -> Copies | None:
-        """Copies what the next step may write, into the memory of the copies before; None without `copies`."""
+        """Copies what the next step may write, into the memory of the previous copies; None without `copies`."""
         if not self.copies:
             self._kept = None
             return None
@@ -114,7 +114,7 @@ class Checked(Unchecked):
 
     @torch.no_grad()
     def judge(self, gate: Tensor) -> Tensor:
-        """Judges the update, and undoes it if it is bad and there are copies; returns the gate of what follows it."""
+        """Judges the update, and undoes it if it is bad and there are copies; returns the gate of what follows."""
         bad = (gate & ~all_finite(self._state.model, self._state.optimizer, gate.device)).float()
         self.bad, self.rank = self._tools.parallel.on_any_rank(bad)
         if self._copies is None:

@@ -1,4 +1,4 @@
-"""What an optimizer's step may write, and whether it is finite."""
+"""The values that an optimizer's step may write, and whether they are finite."""
 
 import math
 from collections import deque
@@ -35,7 +35,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 def kept_outside(optimizer: Optimizer) -> dict[str, Any]:
     """Returns an optimizer's own attributes that its step may write, besides its state and its parameter groups.
 
-    Snapshots and checkpoints do not have them, so that a replay from one need not give the same bits.
+    Snapshots and checkpoints lack them, so a replay from one may give other bits.
     """
     fixed = str | bool | tuple | type | partial | None
     own = {name: value for name, value in attributes_of(optimizer).items() if name not in GIVEN_TO_ALL}
@@ -43,9 +43,9 @@ def kept_outside(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def contents_of(value: Any, in_state: bool) -> dict[Any, Any] | list[Any] | None:
-    """Returns what a container holds, as a new dict or list; None for what is no container.
+    """Returns the contents of a container, as a new dict or list; None if `value` is no container.
 
-    Objects of other classes are containers in an optimizer's state only: elsewhere they may hold anything.
+    An object of another class counts as a container only in an optimizer's state: elsewhere it may hold anything.
     """
     if isinstance(value, Optimizer):
         return attributes_of(value)
@@ -61,7 +61,7 @@ def contents_of(value: Any, in_state: bool) -> dict[Any, Any] | list[Any] | None
 
 
 def containers(value: Any, seen: set[int], in_state: bool = False) -> Generator[tuple[Any, dict[Any, Any] | list[Any]]]:
-    """Yields a value and the values inside it that hold others, each with what it holds."""
+    """Yields every container in `value`, including itself, with its contents."""
     if id(value) in seen or (held := contents_of(value, in_state)) is None:
         return
     seen.add(id(value))
@@ -78,12 +78,12 @@ def tensors_in(held: dict[Any, Any] | list[Any]) -> Iterator[Tensor]:
 
 
 def settings_of(optimizer: Optimizer) -> set[int]:
-    """Returns the `id`s of tensors that are settings, such as a learning rate: a step reads them."""
+    """Returns the `id`s of tensors that are settings, such as a learning rate: a step only reads them."""
     return {id(each) for group in optimizer.param_groups for each in group.values() if isinstance(each, Tensor)}
 
 
 def weights_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Returns the weights that a step may write: frozen ones only if a hook follows it, as of an average."""
+    """Returns the weights that a step may write; frozen ones only if the step has a hook, such as weight averaging."""
     hooked = bool(getattr(optimizer, "_optimizer_step_post_hooks", ()))
     return [parameter for parameter in model.parameters() if parameter.requires_grad or hooked]
 
@@ -91,7 +91,7 @@ def weights_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 def written_by(model: nn.Module, optimizer: Optimizer, buffers: bool = True) -> dict[int, Tensor]:
     """Returns the tensors with floating-point values that a step may write, by `id`.
 
-    These are weights, the buffers that are judged, and what the optimizer holds besides its settings.
+    These are weights, the buffers that are judged, and everything that the optimizer holds except its settings.
     """
     found: list[Tensor] = [*weights_of(model, optimizer), *(buffers_of(model).judged if buffers else ())]
     settings = settings_of(optimizer)
@@ -102,7 +102,7 @@ def written_by(model: nn.Module, optimizer: Optimizer, buffers: bool = True) -> 
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the tensors of which a tensor of another class consists, as one of 8 bits and its scales; else itself."""
+    """Returns the plain tensors inside a tensor subclass, such as 8-bit values and their scales; else the tensor."""
     if hasattr(tensor, "to_local") or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # ty: ignore[not-callable]
@@ -110,13 +110,13 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def as_dense(tensor: Tensor) -> Tensor | None:
-    """Returns a tensor's values as a real, strided tensor without a graph; None if it has none."""
+    """Returns a tensor's values as a real, strided tensor without a graph; None if there are none."""
     tensor = own(tensor)
     if tensor.layout == torch.sparse_coo:
         tensor = tensor._values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.element_size() == 1:  # of 8 bits, for which PyTorch has no reductions
+    if tensor.element_size() == 1:  # PyTorch has no reductions for 8 bits
         tensor = tensor.float()
     usable = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_meta
     return tensor if usable and tensor.numel() else None
@@ -173,13 +173,13 @@ def state_is_finite(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def update_is_finite(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Returns whether all that an update has just written is finite; waits for the device."""
+    """Returns whether everything that an update may have written is finite; waits for the device."""
     return bool(all_finite(model, optimizer, next(model.parameters()).device))
 
 
 @torch.no_grad()
 def note_start(model: nn.Module, optimizer: Optimizer) -> None:
-    """Notes what a run begins with: which tensors hold infinities on purpose, and how large weights are.
+    """Remembers which tensors hold infinities on purpose, and how large weights are.
 
     Waits for the device. Call it before the first step.
     """

@@ -78,5 +78,5 @@ def test_other_settings_begin_anew():
     guard = SkipGuard(window=WINDOW, sigma=math.inf, slow="off", escalate="whatif")
     for step, loss in enumerate([*falling(200), *[4.0] * 10], 1):
         assert guard.judge(reading(loss, step=step)) is Verdict.APPLY
-    guard.begin_anew(None)
+    guard.reset_for_new_settings(None)
     assert {guard.judge(reading(4.0, step=step)) for step in range(211, 400)} == {Verdict.APPLY}

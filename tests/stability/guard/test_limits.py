@@ -6,10 +6,20 @@ import numpy as np
 import pytest
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.guard.limits import INPUTS, LARGEST, LARGEST_NORM, LOSS, NORM, RECENT, Limit, Limits, Terms
+from stabletrain.stability.guard.limits import (
+    INPUTS,
+    LARGEST,
+    LARGEST_NORM,
+    LOSS,
+    NORM,
+    RECENT,
+    Limit,
+    LimitFactors,
+    Limits,
+)
 from tests.stability.guard.given import reading
 
-WIDE = Terms(ratio=0.0, share=0.0, cold=3.0)
+WIDE = LimitFactors(ratio=0.0, share=0.0, cold=3.0)
 
 
 def limit_after(values, *, sigma=6.0, window=20, terms=WIDE):
@@ -25,7 +35,7 @@ def test_it_is_sigma_standard_deviations_above_the_mean_of_the_window():
 
 
 def test_a_window_without_spread_still_has_a_ratio():
-    assert limit_after([2.0] * 40, terms=Terms(ratio=1.05, share=0.0, cold=3.0)) == pytest.approx(2.1)
+    assert limit_after([2.0] * 40, terms=LimitFactors(ratio=1.05, share=0.0, cold=3.0)) == pytest.approx(2.1)
 
 
 def test_losses_near_zero_are_limited_by_a_share_of_the_first_loss():
@@ -162,7 +172,9 @@ def test_a_loss_that_is_below_0_is_no_spike_while_the_window_is_cold(values):
 def test_a_loss_that_is_below_0_has_the_limit_of_its_window():
     values = np.random.default_rng(0).normal(-2.0, 0.1, 100)
     expected = values[-20:].mean() + 4.0 * values[-20:].std()
-    assert limit_after(values, sigma=4.0, terms=Terms(ratio=1.05, share=0.0, cold=3.0)) == pytest.approx(expected)
+    assert limit_after(values, sigma=4.0, terms=LimitFactors(ratio=1.05, share=0.0, cold=3.0)) == pytest.approx(
+        expected
+    )
 
 
 @pytest.mark.parametrize("sigma", [1e-320, 0.5, 0.0, -1.0, math.nan])

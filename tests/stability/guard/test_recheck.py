@@ -11,7 +11,7 @@ from stabletrain.parallel.single import SingleProcess
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.guard.comparing import compare, sums
 from stabletrain.stability.guard.limits import LARGEST
-from stabletrain.stability.guard.recheck import FACTOR, FIRST, Bound, Recheck, recheck_every
+from stabletrain.stability.guard.recheck import LEARNING_REPEATS, LIMIT_FACTOR, Bound, Recheck, recheck_every
 from stabletrain.stability.guard.repeats import (
     OneTensor,
     copied,
@@ -87,9 +87,9 @@ def numbers(*values):
 
 
 def learnt(*ratios, exact=False):
-    """A bound that has learnt from the same differences `FIRST` times."""
+    """A bound that has learnt from the same differences `LEARNING_REPEATS` times."""
     bound = Bound()
-    for _ in range(FIRST):
+    for _ in range(LEARNING_REPEATS):
         bound.learn(max(ratios), numbers(*ratios), exact)
     return bound
 
@@ -104,18 +104,18 @@ def test_equal_bits_are_expected_until_it_is_known_that_they_vary():
     bound = Bound()
     assert bound.limit(True) == 0
     bound.varies = True
-    for number in range(FIRST):
+    for number in range(LEARNING_REPEATS):
         assert bound.limit(True) == LARGEST, "NaN on one side only is always a difference"
         assert bound.judged(numbers(0.5, math.inf), bound.limits(numbers(0.0, 0.0), True, 0.1), True) > LARGEST
         bound.learn(0.5 + number, numbers(0.5 + number), True)
     bound.learn(100.0, numbers(100.0), True)
     assert bound.limit(True) == 1.0
-    assert bound.limits(numbers(0.0), True, 0.1).tolist() == [FACTOR * (0.5 + FIRST - 1)]
+    assert bound.limits(numbers(0.0), True, 0.1).tolist() == [LIMIT_FACTOR * (0.5 + LEARNING_REPEATS - 1)]
     assert bound.agreed == 0
 
 
 def test_a_limit_is_learnt_where_bits_may_differ_and_has_a_floor():
-    assert learnt(0.0).limits(numbers(0.0), False, 0.25).tolist() == [FACTOR * 0.25]
+    assert learnt(0.0).limits(numbers(0.0), False, 0.25).tolist() == [LIMIT_FACTOR * 0.25]
     assert learnt(3e38).limits(numbers(0.0), False, 0.25).isfinite().all()
 
 
@@ -123,7 +123,7 @@ def test_a_tensor_whose_gradient_is_noise_hides_no_error_of_another_and_is_none_
     bound = learnt(1.25, 1e-3)
     assert not judged(bound, 2.0, 4e-3)
     assert judged(bound, 1.0, 0.32), "an error that the noise of the first tensor used to hide"
-    assert judged(bound, 0.0, 1.001 * FACTOR * 1e-3)
+    assert judged(bound, 0.0, 1.001 * LIMIT_FACTOR * 1e-3)
     assert judged(bound, math.inf, 0.0)
 
 
@@ -161,7 +161,7 @@ def test_all_ranks_learn_the_same_limits_and_each_knows_its_own_differences():
 def test_other_tensors_are_learnt_anew():
     bound = learnt(1.0, 1.0)
     bound.fit(numbers(0.0, 0.0))
-    assert bound.learnt == FIRST
+    assert bound.learnt == LEARNING_REPEATS
     bound.fit(numbers(0.0, 0.0, 0.0))
     assert (bound.learnt, bound.largest) == (0, None)
 
@@ -170,7 +170,7 @@ def test_what_was_learnt_survives_a_checkpoint():
     guard = SkipGuard()
     guard.recheck.bounds["update"].learn(0.5, numbers(0.5), False)
     guard.recheck.bounds["gradient"].learn(0.0, numbers(0.0, 0.0), True)
-    guard.recheck.vary("gradient")
+    guard.recheck.learn_limit("gradient")
     guard.recheck.bounds["gradient"].learn(0.25, numbers(0.25, 0.125), True)
     other = SkipGuard()
     other.load_state_dict(guard.state_dict())
@@ -184,14 +184,14 @@ def test_what_was_learnt_survives_a_checkpoint():
 
 def test_the_one_limit_of_an_older_checkpoint_counts_until_there_is_one_for_each_tensor():
     recheck = Recheck(5)
-    old = {"varies": False, "agreed": 3, "seen": [0.25] * (FIRST - 1) + [0.5]}
+    old = {"varies": False, "agreed": 3, "seen": [0.25] * (LEARNING_REPEATS - 1) + [0.5]}
     recheck.load_state_dict({"gradient": old, "update": {**old, "seen": [0.5]}, "stopped": False})
     bound = recheck.bounds["gradient"]
     assert recheck.agreed("gradient") == 3
     assert not judged(bound, 3.9, 0.0)
     assert judged(bound, 4.1, 0.0)
-    for _ in range(FIRST):
-        assert recheck.knows("gradient")
+    for _ in range(LEARNING_REPEATS):
+        assert recheck.has_repeated("gradient")
         bound.learn(0.5, numbers(0.5, 1e-3), False)
     assert judged(bound, 0.5, 0.32)
     assert recheck.bounds["update"].limit(False) == LARGEST, "that one had not learnt enough"
@@ -201,15 +201,15 @@ def test_a_difference_is_judged_by_the_limit_of_its_own_step():
     recheck = Recheck(1)
     recheck.exact = False
     pairs = [("noise", torch.ones(2), -torch.ones(2)), ("weight", torch.ones(2), torch.ones(2))]
-    for step in range(FIRST + 1):
+    for step in range(LEARNING_REPEATS + 1):
         judge = recheck._judge(step, "gradient", 1e-7)
         compared = compare([(name, a, b.clone()) for name, a, b in pairs], CPU)
         number = float(judge(compared, compared.ratios))
         each = reading(step=step + 1)._replace(recheck=number)
         recheck.learn(each)
-        assert not recheck.wrong(each), "of the last that is learnt too"
-    assert (number, recheck.limit("gradient")) == (2.0 / (2.0 * FACTOR), 1.0)
-    assert recheck.bounds["gradient"].learnt == FIRST
+        assert not recheck.differing_part(each), "of the last that is learnt too"
+    assert (number, recheck.limit("gradient")) == (2.0 / (2.0 * LIMIT_FACTOR), 1.0)
+    assert recheck.bounds["gradient"].learnt == LEARNING_REPEATS
 
 
 def test_a_step_that_is_not_due_teaches_nothing():
@@ -332,9 +332,9 @@ def test_an_update_is_computed_again_from_tensors_aligned_as_the_optimizers_own(
 
 def test_memory_that_does_not_suffice_ends_all_repetitions_of_this_process_once():
     recheck = Recheck(5)
-    assert not recheck.gives_up(reading()._replace(recheck=3.0))
-    assert recheck.gives_up(reading()._replace(recheck_update=-1.0))
-    assert not recheck.gives_up(reading()._replace(recheck=-1.0)), "it is said once"
+    assert not recheck.runs_out_of_memory(reading()._replace(recheck=3.0))
+    assert recheck.runs_out_of_memory(reading()._replace(recheck_update=-1.0))
+    assert not recheck.runs_out_of_memory(reading()._replace(recheck=-1.0)), "it is said once"
     recheck.load_state_dict(Recheck(5).state_dict())  # a rollback within this process
     recheck.rehearse(1)
     assert not any(recheck.repeats(step) for step in range(10))

@@ -20,14 +20,14 @@ def filled(states, *steps):
 def test_the_first_state_is_due_at_once_and_always_counts_as_healthy(states):
     assert states.due(7)
     states.retain(7, healthy=False)
-    assert (states.known, states.waiting, states.target) == ([7], [], 7)
+    assert (states.healthy, states.candidates, states.target) == ([7], [], 7)
     assert [step for step in range(8, 31) if states.due(step)] == [10, 20, 30]
 
 
 def test_later_states_wait_and_unhealthy_ones_are_not_retained(states):
     filled(states, 0, 10)
     states.retain(20, healthy=False)
-    assert (states.steps, states.waiting, states.target) == ([0, 10], [10], 0)
+    assert (states.steps, states.candidates, states.target) == ([0, 10], [10], 0)
 
 
 def test_a_state_is_retained_once_even_if_its_step_is_replayed(states):
@@ -39,14 +39,14 @@ def test_a_state_becomes_healthy_when_it_is_old_enough_and_not_before(states):
     filled(states, 0, 10, 12)
     assert (states.promote(13), states.target) == ([], 0)
     assert (states.promote(14), states.target) == ([10], 10)
-    assert (states.known, states.waiting) == ([0, 10], [12])
+    assert (states.healthy, states.candidates) == ([0, 10], [12])
     assert states.promote(14) == []
 
 
 def test_only_the_newest_healthy_states_are_retained(states):
     filled(states, 0, 10, 20, 30)
     assert states.promote(100) == [10, 20, 30]
-    assert (states.known, states.waiting, states.steps, states.target) == ([20, 30], [], [20, 30], 30)
+    assert (states.healthy, states.candidates, states.steps, states.target) == ([20, 30], [], [20, 30], 30)
 
 
 def test_after_forget_a_state_is_due_at_once(states):
@@ -71,15 +71,15 @@ def test_a_guard_without_rollback_retains_nothing():
     none = NoRetainedStates()
     none.retain(0, healthy=True)
     none.forget()
-    assert (none.due(0), none.steps, none.target, none.at_once) == (False, [], None, 0)
+    assert (none.due(0), none.steps, none.target, none.most_retained) == (False, [], None, 0)
 
 
-@pytest.mark.parametrize(("healthy_after", "at_once"), [(0, 4), (20, 4), (50, 4), (51, 5), (100, 5), (101, 6)])
-def test_so_many_states_are_retained_at_once_and_no_more(healthy_after, at_once):
+@pytest.mark.parametrize(("healthy_after", "most_retained"), [(0, 4), (20, 4), (50, 4), (51, 5), (100, 5), (101, 6)])
+def test_so_many_states_are_retained_together_and_no_more(healthy_after, most_retained):
     states, seen = RetainedStates(most=3, every=50, healthy_after=healthy_after), []
     for step in range(2000):
         states.promote(step)
         if states.due(step):
             states.retain(step, healthy=True)
             seen.append(len(states.steps))
-    assert states.at_once == max(seen) == at_once
+    assert states.most_retained == max(seen) == most_retained

@@ -52,13 +52,13 @@ def test_neither_overflows_nor_bad_data_cause_a_rollback(harmless):
 
 def test_states_are_known_as_healthy_after_clean_steps_and_only_the_newest_are_held():
     guard = started()
-    assert (guard.states.known, guard.states.waiting) == ([0], []), "the first is taken for healthy"
+    assert (guard.states.healthy, guard.states.candidates) == ([0], []), "the first is taken for healthy"
     calm(guard, 13)
-    assert (guard.states.known, guard.states.waiting, guard.states.target) == ([0], [10], 0)
+    assert (guard.states.healthy, guard.states.candidates, guard.states.target) == ([0], [10], 0)
     calm(guard, 1, first_step=14)
-    assert (guard.states.known, guard.states.waiting, guard.states.target) == ([0, 10], [], 10)
+    assert (guard.states.healthy, guard.states.candidates, guard.states.target) == ([0, 10], [], 10)
     calm(guard, 10, first_step=15)
-    assert (guard.states.known, guard.states.steps) == ([10, 20], [10, 20]), "snapshots=2"
+    assert (guard.states.healthy, guard.states.steps) == ([10, 20], [10, 20]), "snapshots=2"
 
 
 def test_a_pinned_state_is_the_only_target_until_the_run_has_been_healthy_beyond_it_for_a_window():
@@ -76,9 +76,9 @@ def test_no_state_becomes_healthy_while_the_run_is_in_trouble():
     for step in (13, 14):
         guard.judge(reading(50.0, applied=False, step=step))
     calm(guard, 1, first_step=15)
-    assert guard.states.waiting == [10]
+    assert guard.states.candidates == [10]
     calm(guard, 1, first_step=16)
-    assert guard.states.waiting == []
+    assert guard.states.candidates == []
 
 
 def gone_back(guard, step):
@@ -117,11 +117,11 @@ def test_a_healthy_state_beyond_the_trouble_is_progress():
     guard = calm(started(max_rollbacks=1), 30)
     feed(guard, [50.0] * 3, first_step=31)
     gone_back(guard, 33)
-    assert guard.in_vain == 1
+    assert guard.rollbacks_without_progress == 1
     calm(guard, 23, first_step=21)
-    assert guard.in_vain == 1, "the state after 40 steps lies beyond, but has not proved itself"
+    assert guard.rollbacks_without_progress == 1, "the state after 40 steps lies beyond, but has not proved itself"
     calm(guard, 1, first_step=44)
-    assert guard.in_vain == 0
+    assert guard.rollbacks_without_progress == 0
     assert feed(guard, [50.0] * 3)[-1] is Verdict.ROLLBACK
 
 
@@ -208,7 +208,12 @@ def test_counts_and_budgets_go_through_a_checkpoint():
     other = RollbackGuard(**QUICK)
     other.load_state_dict(guard.state_dict())
     assert other.state_dict() == guard.state_dict()
-    assert (other.rollbacks, other.in_vain, other.skips["spike"], other.lr_multiplier(25)) == (1, 1, 3, 0.5)
+    assert (other.rollbacks, other.rollbacks_without_progress, other.skips["spike"], other.lr_multiplier(25)) == (
+        1,
+        1,
+        3,
+        0.5,
+    )
     assert not other.states.due(5), "its states are known: none is taken between"
 
 
