@@ -1,8 +1,8 @@
 """Exact checksums of tensors: sums of their bits as 64-bit integers, which do not depend on the order of addition.
 
-The bytes of the tensors are laid out as grids of `WIDTH` integers per row, and each row and each column is summed
-modulo 2**64. A change inside one row changes a column's sum, and a change inside one column changes a row's, so no such
-change is missed. Any other change is missed only if all its differences cancel in every row and every column.
+The bytes of the tensors are laid out as grids of `ROW_INTEGERS` integers per row, and each row and each column is
+summed modulo 2**64. A change inside one row changes a column's sum, and a change inside one column changes a row's, so
+no such change is missed. Any other change is missed only if all its differences cancel in every row and every column.
 
 Large tensors are summed where they lie. Small ones are first copied into one vector, so that a model with hundreds of
 them costs few kernels. Nothing here waits for the device.
@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-WIDTH = 512
+ROW_INTEGERS = 512
 """Integers in a row of a grid: 4 KiB."""
 
-ROW = 8 * WIDTH
+ROW_BYTES = 8 * ROW_INTEGERS
 """Bytes in a row."""
 
-LARGE = 2**20
+LARGE_BYTES = 2**20
 """A tensor of at least so many bytes is summed where it lies."""
 
 
@@ -56,9 +56,13 @@ class Checksums:
         end = 0
         for name, tensor in tensors.items():
             data = memory(tensor)
-            cut = 0 if data is None or len(data) < LARGE or data.storage_offset() % 8 else len(data) // ROW * ROW
+            cut = (
+                0
+                if data is None or len(data) < LARGE_BYTES or data.storage_offset() % 8
+                else len(data) // ROW_BYTES * ROW_BYTES
+            )
             if data is not None and cut:
-                self._large.append(data[:cut].view(torch.int64).view(-1, WIDTH))
+                self._large.append(data[:cut].view(torch.int64).view(-1, ROW_INTEGERS))
                 self._spans.append([Span(name, 0, 0, cut)])
             size = tensor.numel() * tensor.element_size()
             if size > cut:
@@ -66,8 +70,8 @@ class Checksums:
                 small.append(Span(name, end, cut, size))
                 end += size - cut
         self._spans.append(small)
-        self._rows = [*(len(grid) for grid in self._large), -(-end // ROW)]
-        self._padding = torch.zeros(-end % ROW, dtype=torch.uint8, device=self._tensors[0].device)
+        self._rows = [*(len(grid) for grid in self._large), -(-end // ROW_BYTES)]
+        self._padding = torch.zeros(-end % ROW_BYTES, dtype=torch.uint8, device=self._tensors[0].device)
 
     def are_of(self, tensors: Mapping[str, Tensor]) -> bool:
         """Returns whether these are the same tensor objects."""
@@ -76,9 +80,11 @@ class Checksums:
     @torch.no_grad()
     def sums(self) -> Int64[Tensor, " sums"]:
         """Returns the sums of each grid: those of its rows, then those of its columns."""
-        found = torch.empty(sum(self._rows) + WIDTH * len(self._rows), dtype=torch.int64, device=self._padding.device)
+        found = torch.empty(
+            sum(self._rows) + ROW_INTEGERS * len(self._rows), dtype=torch.int64, device=self._padding.device
+        )
         grids = [*self._large, self._gathered()]
-        parts = iter(found.split([size for rows in self._rows for size in (rows, WIDTH)]))
+        parts = iter(found.split([size for rows in self._rows for size in (rows, ROW_INTEGERS)]))
         for grid in grids:
             torch.sum(grid, 1, out=next(parts))
             torch.sum(grid, 0, out=next(parts))
@@ -87,7 +93,7 @@ class Checksums:
     def _gathered(self) -> Int64[Tensor, "rows width"]:
         """Copies the small tensors into one grid."""
         views = (each if each.dtype == torch.uint8 and each.ndim == 1 else flat(each) for each in self._small)
-        return torch.cat([*views, self._padding]).view(torch.int64).view(-1, WIDTH)
+        return torch.cat([*views, self._padding]).view(torch.int64).view(-1, ROW_INTEGERS)
 
     def changed(self, before: Sequence[int], after: Sequence[int]) -> list[tuple[str, int, int]]:
         """Returns which tensors differ between two results of `sums`, on the host.
@@ -103,11 +109,11 @@ class Checksums:
         for rows, spans in zip(self._rows, self._spans, strict=True):
             stop = start + rows
             in_rows = [row for row in range(rows) if before[start + row] != after[start + row]]
-            columns = [column for column in range(WIDTH) if before[stop + column] != after[stop + column]]
-            start = stop + WIDTH
+            columns = [column for column in range(ROW_INTEGERS) if before[stop + column] != after[stop + column]]
+            start = stop + ROW_INTEGERS
             if not in_rows and not columns:
                 continue
-            bounds = (8 * columns[0], 8 * columns[-1] + 8) if columns else (0, ROW)
+            bounds = (8 * columns[0], 8 * columns[-1] + 8) if columns else (0, ROW_BYTES)
             found += merged(each for row in in_rows or range(rows) for each in overlapping(spans, row, *bounds))
         return found
 
@@ -115,8 +121,8 @@ class Checksums:
 def overlapping(spans: Sequence[Span], row: int, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
     """Yields the bytes of each tensor that lie between two bytes of a row of their grid."""
     for span in spans:
-        first = max(row * ROW + start, span.first)
-        last = min(row * ROW + stop, span.first + span.stop - span.start)
+        first = max(row * ROW_BYTES + start, span.first)
+        last = min(row * ROW_BYTES + stop, span.first + span.stop - span.start)
         if first < last:
             yield span.name, span.start + first - span.first, span.start + last - span.first
 
