@@ -1,6 +1,6 @@
 """Exact checksums of tensors: sums of their bits as 64-bit integers, which do not depend on the order of addition.
 
-The bytes of the tensors are laid out as grids of `ROW_INTEGERS` integers per row, and each row and each column is
+The bytes of the tensors are laid out as grids of `WIDTH` integers per row, and each row and each column is
 summed modulo 2**64. A change inside one row changes a column's sum, and a change inside one column changes a row's, so
 no such change is missed. Any other change is missed only if all its differences cancel in every row and every column.
 
@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-ROW_INTEGERS = 512
+WIDTH = 512
 """Integers in a row of a grid: 4 KiB."""
 
-ROW_BYTES = 8 * ROW_INTEGERS
+ROW_BYTES = 8 * WIDTH
 """Bytes in a row."""
 
 LARGE_BYTES = 2**20
@@ -62,7 +62,7 @@ class Checksums:
                 else len(data) // ROW_BYTES * ROW_BYTES
             )
             if data is not None and cut:
-                self._large.append(data[:cut].view(torch.int64).view(-1, ROW_INTEGERS))
+                self._large.append(data[:cut].view(torch.int64).view(-1, WIDTH))
                 self._spans.append([Span(name, 0, 0, cut)])
             size = tensor.numel() * tensor.element_size()
             if size > cut:
@@ -80,11 +80,9 @@ class Checksums:
     @torch.no_grad()
     def sums(self) -> Int64[Tensor, " sums"]:
         """Returns the sums of each grid: those of its rows, then those of its columns."""
-        found = torch.empty(
-            sum(self._rows) + ROW_INTEGERS * len(self._rows), dtype=torch.int64, device=self._padding.device
-        )
+        found = torch.empty(sum(self._rows) + WIDTH * len(self._rows), dtype=torch.int64, device=self._padding.device)
         grids = [*self._large, self._gathered()]
-        parts = iter(found.split([size for rows in self._rows for size in (rows, ROW_INTEGERS)]))
+        parts = iter(found.split([size for rows in self._rows for size in (rows, WIDTH)]))
         for grid in grids:
             torch.sum(grid, 1, out=next(parts))
             torch.sum(grid, 0, out=next(parts))
@@ -93,7 +91,7 @@ class Checksums:
     def _gathered(self) -> Int64[Tensor, "rows width"]:
         """Copies the small tensors into one grid."""
         views = (each if each.dtype == torch.uint8 and each.ndim == 1 else flat(each) for each in self._small)
-        return torch.cat([*views, self._padding]).view(torch.int64).view(-1, ROW_INTEGERS)
+        return torch.cat([*views, self._padding]).view(torch.int64).view(-1, WIDTH)
 
     def changed(self, before: Sequence[int], after: Sequence[int]) -> list[tuple[str, int, int]]:
         """Returns which tensors differ between two results of `sums`, on the host.
@@ -109,8 +107,8 @@ class Checksums:
         for rows, spans in zip(self._rows, self._spans, strict=True):
             stop = start + rows
             in_rows = [row for row in range(rows) if before[start + row] != after[start + row]]
-            columns = [column for column in range(ROW_INTEGERS) if before[stop + column] != after[stop + column]]
-            start = stop + ROW_INTEGERS
+            columns = [column for column in range(WIDTH) if before[stop + column] != after[stop + column]]
+            start = stop + WIDTH
             if not in_rows and not columns:
                 continue
             bounds = (8 * columns[0], 8 * columns[-1] + 8) if columns else (0, ROW_BYTES)

@@ -118,8 +118,8 @@ def prepare(
     return meta
 
 
-LONGEST_NAME = 200
-"""Bytes of a folder's name: file systems allow 255, and `prepare` writes into a folder with a longer name first."""
+NAME_BYTES = 200
+"""Bytes that a folder's name may have: file systems allow 255, and `prepare` first writes under a longer name."""
 
 
 def check_arguments(source: str, out: str, val_fraction: float, shard_tokens: int) -> Path:
@@ -137,9 +137,9 @@ def check_arguments(source: str, out: str, val_fraction: float, shard_tokens: in
     if shard_tokens < 1:
         raise ConfigError(f"--shard-tokens={shard_tokens} is below 1")
     target = Path(os.path.abspath(Path(out).expanduser()))
-    if (length := len(os.fsencode(target.name))) > LONGEST_NAME:
+    if (length := len(os.fsencode(target.name))) > NAME_BYTES:
         raise ConfigError(
-            f"{out[:40]}...: its name has {length} bytes, but names may have {LONGEST_NAME} here: shorten it"
+            f"{out[:40]}...: its name has {length} bytes, but names may have {NAME_BYTES} here: shorten it"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder: choose another, or remove it")

@@ -19,7 +19,7 @@ from stabletrain.records import TrainState
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of moments in the state of optimizers."""
 
-INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size in bytes."""
 
 
@@ -99,4 +99,4 @@ def flip_(tensor: Tensor, where: tuple[int, ...], bit: int) -> None:
     """Flips one bit of one element in place; `tensor` may have any strides and dtype."""
     width = 8 * tensor.element_size()
     mask = 1 << bit if bit < width - 1 else -(1 << bit)
-    tensor.view(INTEGER_DTYPES[tensor.element_size()])[where] ^= mask
+    tensor.view(INTEGERS[tensor.element_size()])[where] ^= mask

@@ -196,14 +196,7 @@ PEAKS = {
 }
 """Dense peak in TFLOP/s, by the end of PyTorch's name of the GPU. PCIe, NVL and MIG variants are not listed."""
 
-PEAK_OF_PRECISION = {
-    "fp32": "fp32",
-    "tf32": "tf32",
-    "fp16": "half",
-    "bf16": "half",
-    "bf16_params": "half",
-    "fp8": "fp8",
-}
+PEAK_KINDS = {"fp32": "fp32", "tf32": "tf32", "fp16": "half", "bf16": "half", "bf16_params": "half", "fp8": "fp8"}
 """Which peak applies to each precision. A card without fp8 emulates it, and has no peak for it."""
 
 
@@ -211,7 +204,7 @@ def peak_flops(card: str, precision: str) -> float | None:
     """Returns the dense peak of a GPU in FLOP/s for an option of `precision`; None if unknown."""
     for name, peaks in PEAKS.items():
         if re.search(name, card):
-            peak = peaks.get(PEAK_OF_PRECISION.get(precision, ""))
+            peak = peaks.get(PEAK_KINDS.get(precision, ""))
             return None if peak is None else peak * 1e12
     return None
 

@@ -161,7 +161,7 @@ class DDP(Distributed):
         return GradNorms(total=torch.amax(rows[:, 0]), each=norms.each)
 
 
-INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of each element size in bytes."""
 
 
@@ -186,8 +186,7 @@ def checksums(state: TrainState) -> dict[str, int]:
     if not tensors:
         return {}
     found = [
-        tensor.view(INTEGER_DTYPES[tensor.element_size()]).sum(dtype=torch.int64).to(device)
-        for tensor in tensors.values()
+        tensor.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64).to(device) for tensor in tensors.values()
     ]
     return dict(zip(tensors, torch.stack(found).tolist(), strict=True))  # waits for the device once, not per tensor
 

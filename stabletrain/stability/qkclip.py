@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stabletrain.errors import ConfigError
 from stabletrain.records import LOGITS_AT_ONCE
 
-QUERIES_MULTIPLE = 128
+QUERY_BLOCK = 128
 """The queries measured at once are a multiple of this."""
 
 
@@ -50,9 +50,7 @@ class LogitMeter(nn.Module):
             return
         seen, found = self.get_buffer("max_logit"), []
         batch, head, time, dim = q.shape
-        rows = max(
-            QUERIES_MULTIPLE, LOGITS_AT_ONCE // max(batch * head * time, 1) // QUERIES_MULTIPLE * QUERIES_MULTIPLE
-        )
+        rows = max(QUERY_BLOCK, LOGITS_AT_ONCE // max(batch * head * time, 1) // QUERY_BLOCK * QUERY_BLOCK)
         with torch.autocast(q.device.type, enabled=False):
             keys = k.float().transpose(-2, -1)
             for start in range(0, time, rows):

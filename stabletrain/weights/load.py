@@ -55,7 +55,7 @@ class Fit:
             (self.surplus, "not in the model"),
             (self.misfit, "of another shape or type"),
         )
-        return "; ".join(f"{len(names)} {words}: {first_names(names)}" for names, words in kinds if names)
+        return "; ".join(f"{len(names)} {words}: {shortened(names)}" for names, words in kinds if names)
 
 
 def fit(model: nn.Module, given: Mapping[str, Any]) -> Fit:
@@ -102,7 +102,7 @@ def load_(model: nn.Module, found: Fit) -> None:
     ]
     if bad:
         raise ConfigError(
-            f"{len(bad)} of its tensors are not finite: {first_names(bad)}: choose an older, healthy checkpoint"
+            f"{len(bad)} of its tensors are not finite: {shortened(bad)}: choose an older, healthy checkpoint"
         )
     model.load_state_dict(dict(found.fitting), strict=False)
 
@@ -151,7 +151,7 @@ def kind(tensor: Tensor) -> str:
     return "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "integer"
 
 
-def first_names(names: Sequence[str]) -> str:
+def shortened(names: Sequence[str]) -> str:
     """Returns the first names, and how many more there are."""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{', '.join(names[:NAMES_SHOWN])}{more}"

@@ -22,7 +22,7 @@ from stabletrain.models.nf_resnet import NFResNet
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
 from stabletrain.weights.trained import Format, Trained, Written, compare, output_of, pictures, tokens
 
-LARGEST_DIFFERENCE = 1e-4
+TOLERANCE = 1e-4
 """Largest difference of logits: another program computes them, with sums in another order."""
 
 FILE, LARGEST_FILE = "model.onnx", 1 << 30
@@ -151,4 +151,4 @@ def check(model: nn.Module, file: Path, inputs: Tensor) -> str:
         return ""
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     run: Callable[[Tensor], Tensor] = lambda x: torch.from_numpy(session.run(None, {"inputs": x.numpy()})[0])  # noqa: E731
-    return compare(model, run, inputs, LARGEST_DIFFERENCE, f"onnxruntime {onnxruntime.__version__}")
+    return compare(model, run, inputs, TOLERANCE, f"onnxruntime {onnxruntime.__version__}")

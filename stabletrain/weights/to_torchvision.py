@@ -17,7 +17,7 @@ from stabletrain.weights.files import ONE_FILE
 from stabletrain.weights.to_safetensors import save
 from stabletrain.weights.trained import Format, Trained, Written, compare, pictures
 
-LARGEST_DIFFERENCE = 1e-5
+TOLERANCE = 1e-5
 """Largest difference of logits; both compute in fp32."""
 
 OTHER_FORMATS = "use --to safetensors or --to onnx"
@@ -50,7 +50,7 @@ class Torchvision(Format):
         save(model.state_dict(), folder / ONE_FILE, {**trained.origin, "num_classes": str(classes)})
         other = getattr(torchvision.models, name)(num_classes=classes).eval()
         other.load_state_dict(load_file(folder / ONE_FILE))
-        checked = compare(model, other, pictures(3, 64), LARGEST_DIFFERENCE, f"torchvision {torchvision.__version__}")
+        checked = compare(model, other, pictures(3, 64), TOLERANCE, f"torchvision {torchvision.__version__}")
         load = [
             "import torchvision",
             "from safetensors.torch import load_file",

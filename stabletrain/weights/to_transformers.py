@@ -20,7 +20,7 @@ from stabletrain.weights import byte_tokenizer, gpt2
 from stabletrain.weights.to_safetensors import save
 from stabletrain.weights.trained import Format, Trained, Written, compare, tokens
 
-LARGEST_DIFFERENCE = 1e-5
+TOLERANCE = 1e-5
 """Largest difference of logits; both compute in fp32."""
 
 GPT2_LAYERS = {"position": ("learned",), "norm": ("layernorm",), "mlp": ("gelu_tanh", "gelu")}
@@ -86,9 +86,7 @@ def check(model: GPT, folder: Path, sizes: gpt2.Sizes) -> str:
     finally:
         logging.disable(before)
     inputs = tokens(int(sizes["vocab_size"]), min(int(sizes["block_size"]), 64))
-    return compare(
-        model, lambda x: other(x).logits, inputs, LARGEST_DIFFERENCE, f"transformers {transformers.__version__}"
-    )
+    return compare(model, lambda x: other(x).logits, inputs, TOLERANCE, f"transformers {transformers.__version__}")
 
 
 def parts_of(model: GPT) -> dict[str, str]:

@@ -310,13 +310,13 @@ def test_the_peak_memory_of_a_run_does_not_count_what_was_freed_before_it():
 
 PEAKS = """
 import torch
-from stabletrain.machine.hardware import forget_peak, peak_bytes
+from stabletrain.machine.hardware import reset_peak, peak_bytes
 
 device = torch.device("cpu")
 before = torch.ones(50_000_000)  # 200 MB, touched
 with_it = peak_bytes(device)
 del before
-forget_peak(device)
+reset_peak(device)
 assert peak_bytes(device) < with_it - 150_000_000
 again = torch.ones(50_000_000)
 assert peak_bytes(device) > with_it - 50_000_000
