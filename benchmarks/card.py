@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
     asked = parser.parse_args()
     try:
-        device = hardware.pick(asked.device)
+        device = hardware.choose_device(asked.device)
         print(about(device))
         found = product(device)
     except (StabletrainError, RuntimeError) as error:

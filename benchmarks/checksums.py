@@ -86,7 +86,7 @@ def measured(name: str, overrides: tuple[str, ...], precision: str, device: str,
 def main() -> None:
     """Prints the table."""
     options = command_line(__doc__, 60).parse_args()
-    device = hardware.pick(options.device)
+    device = hardware.choose_device(options.device)
     print(machine(device))
     columns = ["", "precision", "state", "step", "check", "own", "every", "default", "FLOPs/byte"]
     print(head(*columns))

@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     asked = parser.parse_args()
     Strict().prepare()  # must be set before CUDA initializes
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     print(f"{hardware.name(device)}, {hardware.threads()}, torch {torch.__version__}")
     print(f"| {'workload':30} | precision | seeded, ms | strict, ms | strict / seeded | quartiles |")
     print("|---|---|---|---|---|---|")

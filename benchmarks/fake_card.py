@@ -449,7 +449,7 @@ def as_if_on_a_card(
         replace(Tensor, "record_stream", lambda *_: None)
         replace(Tensor, "pin_memory", page_locked)
         replace(nn.Module, "to", move)
-        replace(hardware, "pick", lambda *_: CARD)
+        replace(hardware, "choose_device", lambda *_: CARD)
         replace(stages, "make", made(stages.make))
         replace(stages, "make_model", with_values(stages.make_model))
         replace(build, "Prefetch", Direct)

@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--widths", help="separated by commas; default 768,4096 on a card, 64 on a CPU")
     parser.add_argument("--layers", type=int, default=2)
     asked = parser.parse_args()
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     card = device.type == "cuda"
     rounds, layers = asked.rounds or (60 if card else 40), asked.layers
     kernels = "fp8 kernels" if hardware.has_fp8(device) else f"fp8 emulated ({hardware.fp8_reason(device)})"

@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--only", default="depth,width,block,batch,data", help="parts, separated by commas")
     parser.add_argument("--tiny", action="store_true", help="tiny models, only to check that it runs")
     asked = parser.parse_args()
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     clock, results, kind = Clock(device, asked.clock), [], "tiny" if asked.tiny else device.type
     print(f"{machine(device)}, {asked.clock} time, base {BASE[kind]}")
     print(head("varied", "size", "a step, ms", "quartiles", "GFLOP a step", "memory, MB"))

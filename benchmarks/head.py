@@ -31,11 +31,11 @@ SIZES = {"full": (768, 8, 1024, 50257), "tiny": (64, 2, 128, 4001)}
 @contextmanager
 def multiple(rows: int):
     """A context in which the vocabulary is padded to a multiple of `rows`."""
-    before, padding.MULTIPLE = padding.MULTIPLE, rows
+    before, padding.ROWS_MULTIPLE = padding.ROWS_MULTIPLE, rows
     try:
         yield
     finally:
-        padding.MULTIPLE = before
+        padding.ROWS_MULTIPLE = before
 
 
 def kinds(model: nn.Module, tools: Tools, loss: ChunkedLoss, features: Tensor, targets: Tensor) -> dict[str, Callable]:
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small head, for a test on a CPU")
     parser.set_defaults(precision="bf16")
     asked = parser.parse_args()
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     width, samples, length, vocab = SIZES["tiny" if asked.tiny else "full"]
     tokens = 128 if asked.tiny else tokens_at_once(vocab, device)
     print(f"{machine(device)}, chunks of {tokens} tokens")

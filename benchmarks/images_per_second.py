@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12, help="batches in a round")
     parser.add_argument("--workers", default="", help="numbers of workers, such as 1,2; default: 1 and all")
     asked = parser.parse_args()
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     numbers = sorted({int(n) for n in asked.workers.split(",")} if asked.workers else {1, cores_of_this_rank()})
     card, closing = device.type == "cuda", []
     print(machine(device), flush=True)

@@ -66,7 +66,7 @@ def main() -> None:
     parser.set_defaults(precision="auto")
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences; default as in throughput.py on a CPU")
     asked = parser.parse_args()
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     if unknown := {*modes(asked.precision, device)} - {*DTYPES}:
         parser.error(f"--precision {','.join(sorted(unknown))}: choose fp32 or bf16, which are dtypes of tensors")
     clock = Clock(device, asked.clock)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from stabletrain.data.files import VERSION
-from stabletrain.data.images import Held, Images
+from stabletrain.data.images import Images, InMemory
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 """CIFAR-10's per-channel mean and standard deviation."""
@@ -30,11 +30,11 @@ def token_shards(folder: Path, vocab_size: int, tokens: int) -> Path:
     return folder
 
 
-def pictures(count: int, size: int, classes: int, name: str) -> Held:
+def pictures(count: int, size: int, classes: int, name: str) -> InMemory:
     """Returns random images with random labels."""
     drawn = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (count, 3, size, size), dtype=torch.uint8, generator=drawn)
-    return Held(pixels, torch.randint(classes, (count,), generator=drawn).tolist(), name)
+    return InMemory(pixels, torch.randint(classes, (count,), generator=drawn).tolist(), name)
 
 
 class CifarShaped(Images):

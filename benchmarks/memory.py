@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--chunks", default="auto", help="tokens in a chunk, separated by commas; auto: this device's")
     parser.set_defaults(precision="bf16")
     asked = parser.parse_args()
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     print(machine(device) + (", measured" if device.type == "cuda" else ", counted on fake tensors"))
     print(head("precision", "z-loss", "tokens at once", "peak, GB", "times less", "operations", "casts of the head"))
     automatic = tokens_at_once(VOCAB, device)

@@ -146,7 +146,7 @@ def main() -> None:
     parser.set_defaults(precision="bf16")
     parser.add_argument("--host", action="store_true", help="measure host time instead of counting")
     asked = parser.parse_args()
-    device = hardware.pick("cpu")
+    device = hardware.choose_device("cpu")
     if asked.host:
         torch.set_num_threads(1)
         print(f"{machine(device)}, {asked.clock} time, {asked.rounds} rounds")

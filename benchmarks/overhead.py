@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--others", action="store_true", help="compare with fits by Lightning and transformers")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     clock = Clock(device, asked.clock)
     if asked.others:
         check_installed()

@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure only models whose name contains this")
     parser.add_argument("--tiny", action="store_true", help="tiny models, only to check that it runs")
     asked = parser.parse_args()
-    device = hardware.pick("cpu")
+    device = hardware.choose_device("cpu")
     print(f"{machine(device)}, {asked.clock} time, {asked.rounds} rounds")
     print(head("model", "bare step", "rest", "bare's rest", "own over step", "paired", "quartiles", "bare again"))
     results, values = [], {}

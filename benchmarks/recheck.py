@@ -46,7 +46,7 @@ def main() -> None:
     parser = command_line(__doc__, 20)
     parser.add_argument("--tiny", action="store_true", help="tiny models, only to check that it runs")
     asked = parser.parse_args()
-    device, every = hardware.pick(asked.device), SkipGuard().recheck_every
+    device, every = hardware.choose_device(asked.device), SkipGuard().recheck_every
     clock, results = Clock(device, asked.clock), []
     print(f"{machine(device)}, {asked.clock} time, {asked.rounds} rounds")
     print(head("model", "plain step", "computed twice", "more", f"share, every {every} steps"))

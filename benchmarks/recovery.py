@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--workload", default="", help="measure only models whose name contains this")
     parser.set_defaults(precision="fp32")
     asked = parser.parse_args()
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     clock = Clock(device, asked.clock)
     parts = dict(zip(PARTS, (of_state, of_resuming, of_diagnoses), strict=True))
     print(f"{machine(device)}, {asked.clock} time")

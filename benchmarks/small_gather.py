@@ -84,7 +84,7 @@ def main() -> None:
         raise ConfigError("small_gather.py needs ranks: torchrun --nproc_per_node=2 benchmarks/small_gather.py")
     ranks = current_ranks()
     join_process_group(ranks)
-    device = hardware.pick(asked.device, ranks.local_rank, ranks.local_world_size)
+    device = hardware.choose_device(asked.device, ranks.local_rank, ranks.local_world_size)
     workload = next(iter(WORKLOADS[device.type]))
     results = {kind.name: measured(kind, workload, device, asked.rounds) for kind in (DDP, FSDP)}
     if current_ranks().is_main:

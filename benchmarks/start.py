@@ -82,7 +82,7 @@ def main() -> None:
     """Measures, prints the table, and writes the JSON."""
     parser = command_line(__doc__, 5)
     asked = parser.parse_args()
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     print(machine(device))
     print(head(*COLUMNS))
     with tempfile.TemporaryDirectory() as folder:

@@ -133,7 +133,7 @@ def main() -> None:
     values: dict[str, float] = {}
     for file in asked.files:
         values |= json.loads(file.read_text()).get("targets", {})
-    print(judged(values, hardware.pick(asked.device)))
+    print(judged(values, hardware.choose_device(asked.device)))
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--turn", type=int, help="steps per turn; default 1, on a GPU 10")
     parser.add_argument("--workers", type=int, help="the recipe's loader processes; default: threads, at most 16")
     asked = parser.parse_args()
-    device = hardware.pick(asked.device)
+    device = hardware.choose_device(asked.device)
     card = device.type == "cuda"
     asked.turn, asked.rounds = asked.turn or (10 if card else 1), asked.rounds or 10
     asked.compile = card if asked.compile is None else asked.compile

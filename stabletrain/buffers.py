@@ -77,7 +77,7 @@ class Buffers:
         return SavedBuffers(self, memory, others)
 
     def _restore_some_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> "SavedBuffers":
-        """Restores what the forward pass has not added or resized, as a module does with what it only caches."""
+        """Restores the buffers that the forward pass has neither added nor resized; modules do that with caches."""
         before = dict(zip(saved.buffers.forms(), saved.tensors(), strict=True))
         for form, tensor in zip(self.forms(), self.tensors, strict=True):
             if form in before and can_be_written(tensor):
@@ -144,27 +144,27 @@ class SavedBuffers:
         return parts + [as_bytes(each.contiguous()) for each in self.others]
 
 
-HUGE = 1e18
+MASK_THRESHOLD = 1e18
 """A buffer with a larger value before the first step is a mask: the square of its norm would overflow fp32."""
 
-_KNOWN: "WeakKeyDictionary[nn.Module, Buffers]" = WeakKeyDictionary()
+_BUFFERS: "WeakKeyDictionary[nn.Module, Buffers]" = WeakKeyDictionary()
 _MASKS: "WeakKeyDictionary[nn.Module, dict[str, bool]]" = WeakKeyDictionary()
 """For each buffer that a model had when `note_masks` looked: whether it is a mask."""
 
 
 def note_masks(model: nn.Module) -> None:
-    """Notes which buffers are masks: not finite, or above `HUGE`, when they are first seen; waits for the device.
+    """Notes which buffers are masks: not finite or above `MASK_THRESHOLD` when first seen; waits for the device.
 
     A mask holds -inf on purpose, as in attention, so it is not judged. It stays one if the model replaces it by another
     tensor. Call this before the first forward pass; buffers that the model adds later are looked at when they appear.
     """
-    _KNOWN.pop(model, None)
+    _BUFFERS.pop(model, None)
     _MASKS[model] = {}
     buffers_of(model)
 
 
 def masks_of(model: nn.Module) -> list[bool]:
-    """Returns for each of the model's buffers whether it is a mask; none is before `note_masks`."""
+    """Returns for each of the model's buffers whether it is a mask; before `note_masks`, none is."""
     if (known := _MASKS.get(model)) is None:
         return []
     named = [*model.named_buffers()]
@@ -179,17 +179,17 @@ def is_measured(tensor: Tensor) -> bool:
 
 
 def is_huge(tensor: Tensor) -> bool:
-    """Returns whether a buffer is measured, and holds a value that is not finite or above `HUGE`."""
-    return is_measured(tensor) and not bool((tensor.abs() < HUGE).all())
+    """Returns whether a buffer is measured, and holds a value that is not finite or above `MASK_THRESHOLD`."""
+    return is_measured(tensor) and not bool((tensor.abs() < MASK_THRESHOLD).all())
 
 
 def buffers_of(model: nn.Module) -> Buffers:
     """Returns the model's buffers. Their views are made once, and again after a buffer was replaced."""
     tensors = [*model.buffers()]
-    known = _KNOWN.get(model)
+    known = _BUFFERS.get(model)
     if known is None or not known.are(tensors):
         places = [(module, {**module._buffers}) for module in model.modules() if module._buffers]
-        known = _KNOWN[model] = Buffers(tensors, places, masks_of(model))
+        known = _BUFFERS[model] = Buffers(tensors, places, masks_of(model))
     return known
 
 

@@ -1,8 +1,8 @@
 """Exact checksums of tensors: sums of their bits as 64-bit integers, which do not depend on the order of addition.
 
-The bytes of the tensors are laid out as grids of `WIDTH` integers per row, and each row and each column is summed
-modulo 2**64. A change inside one row changes a column's sum, and a change inside one column changes a row's, so no such
-change is missed. Any other change is missed only if all its differences cancel in every row and every column.
+The bytes of the tensors are laid out as grids of `WIDTH` integers per row, and each row and each column is
+summed modulo 2**64. A change inside one row changes a column's sum, and a change inside one column changes a row's, so
+no such change is missed. Any other change is missed only if all its differences cancel in every row and every column.
 
 Large tensors are summed where they lie. Small ones are first copied into one vector, so that a model with hundreds of
 them costs few kernels. Nothing here waits for the device.
@@ -18,10 +18,10 @@ from torch import Tensor
 WIDTH = 512
 """Integers in a row of a grid: 4 KiB."""
 
-ROW = 8 * WIDTH
+ROW_BYTES = 8 * WIDTH
 """Bytes in a row."""
 
-LARGE = 2**20
+LARGE_BYTES = 2**20
 """A tensor of at least so many bytes is summed where it lies."""
 
 
@@ -56,7 +56,11 @@ class Checksums:
         end = 0
         for name, tensor in tensors.items():
             data = memory(tensor)
-            cut = 0 if data is None or len(data) < LARGE or data.storage_offset() % 8 else len(data) // ROW * ROW
+            cut = (
+                0
+                if data is None or len(data) < LARGE_BYTES or data.storage_offset() % 8
+                else len(data) // ROW_BYTES * ROW_BYTES
+            )
             if data is not None and cut:
                 self._large.append(data[:cut].view(torch.int64).view(-1, WIDTH))
                 self._spans.append([Span(name, 0, 0, cut)])
@@ -66,8 +70,8 @@ class Checksums:
                 small.append(Span(name, end, cut, size))
                 end += size - cut
         self._spans.append(small)
-        self._rows = [*(len(grid) for grid in self._large), -(-end // ROW)]
-        self._padding = torch.zeros(-end % ROW, dtype=torch.uint8, device=self._tensors[0].device)
+        self._rows = [*(len(grid) for grid in self._large), -(-end // ROW_BYTES)]
+        self._padding = torch.zeros(-end % ROW_BYTES, dtype=torch.uint8, device=self._tensors[0].device)
 
     def are_of(self, tensors: Mapping[str, Tensor]) -> bool:
         """Returns whether these are the same tensor objects."""
@@ -107,7 +111,7 @@ class Checksums:
             start = stop + WIDTH
             if not in_rows and not columns:
                 continue
-            bounds = (8 * columns[0], 8 * columns[-1] + 8) if columns else (0, ROW)
+            bounds = (8 * columns[0], 8 * columns[-1] + 8) if columns else (0, ROW_BYTES)
             found += merged(each for row in in_rows or range(rows) for each in overlapping(spans, row, *bounds))
         return found
 
@@ -115,8 +119,8 @@ class Checksums:
 def overlapping(spans: Sequence[Span], row: int, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
     """Yields the bytes of each tensor that lie between two bytes of a row of their grid."""
     for span in spans:
-        first = max(row * ROW + start, span.first)
-        last = min(row * ROW + stop, span.first + span.stop - span.start)
+        first = max(row * ROW_BYTES + start, span.first)
+        last = min(row * ROW_BYTES + stop, span.first + span.stop - span.start)
         if first < last:
             yield span.name, span.start + first - span.first, span.start + last - span.first
 

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent
 SCRIPT, COMMAND = "python train.py", "stabletrain train"
 
 MODULES = ("stabletrain", "stabletrain.cli.commands")
-"""What `python -m` takes to run the command `stabletrain`."""
+"""Modules with which `python -m` runs the command `stabletrain`."""
 
 
 def conf_folder() -> Path:
@@ -98,7 +98,7 @@ def program_in(command: str) -> str:
 
 
 def program_name() -> str:
-    """Returns what a message calls the program: `python train.py`, or `stabletrain train`."""
+    """Returns the name of the program in messages: `python train.py`, or `stabletrain train`."""
     return SCRIPT if started().program[-1] != "train" and in_checkout() else COMMAND
 
 

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 import stabletrain
 from stabletrain.checkpoint.folder import find
 from stabletrain.errors import ConfigError
-from stabletrain.machine.signals import STOPS
+from stabletrain.machine.signals import STOP_SIGNALS
 from stabletrain.trainer import loop
 from tests.runs import CONF, TINY_GPT, command
 
@@ -68,10 +68,10 @@ def test_the_public_names_are_there_and_no_others():
 
 @pytest.mark.slow
 def test_a_call_gives_the_weights_of_the_command_twice_in_one_process(place):
-    handlers = [signal.getsignal(each) for each in STOPS]
+    handlers = [signal.getsignal(each) for each in STOP_SIGNALS]
     results = [stabletrain.train(RUN) for _ in range(2)]
     assert sys.argv == JUNK
-    assert [signal.getsignal(each) for each in STOPS] == handlers
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == handlers
     done = command(*RUN, "hydra.run.dir=typed", cwd=place)
     assert done.returncode == 0, done.stderr
     first, second = (weights(result.folder) for result in results)
@@ -91,8 +91,10 @@ def test_the_record_of_a_run_names_the_command_that_repeats_it(place):
 
 def test_signals_keep_their_handlers_during_a_run(place, monkeypatch):
     seen, compute = [], loop.compute
-    before = [signal.getsignal(each) for each in STOPS]
-    monkeypatch.setattr(loop, "compute", lambda *all: seen.append([*map(signal.getsignal, STOPS)]) or compute(*all))
+    before = [signal.getsignal(each) for each in STOP_SIGNALS]
+    monkeypatch.setattr(
+        loop, "compute", lambda *all: seen.append([*map(signal.getsignal, STOP_SIGNALS)]) or compute(*all)
+    )
     stabletrain.train([*RUN, "checkpoint=off"])
     assert seen == [before] * 4
 

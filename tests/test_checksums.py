@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stabletrain import checksums
-from stabletrain.checksums import ROW, Checksums
+from stabletrain.checksums import ROW_BYTES, Checksums
 
 
 def tensors(large=False):
@@ -77,7 +77,7 @@ def test_large_tensors_are_not_copied(monkeypatch):
     cat = torch.cat
     monkeypatch.setattr(checksums.torch, "cat", lambda parts, **named: given.extend(parts) or cat(parts, **named))
     found.sums()
-    assert sum(part.numel() for part in given) <= 2 * ROW
+    assert sum(part.numel() for part in given) <= 2 * ROW_BYTES
 
 
 def test_replaced_tensors_are_noticed():

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from stabletrain.adapters.callback import IN_A_LOOP, GuardHolder
-from stabletrain.adapters.unchanged import nothing, replaced, unchanged
+from stabletrain.adapters.unchanged import do_nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.attached_guard import AttachedGuard
 
@@ -121,7 +121,7 @@ def recording(
         def again(*elements: Any) -> Tensor | None:
             with unchanged(trainer, *pl_module.modules()):
                 silence(trainer, pl_module)
-                return loss_of(inner(like(batch, elements), *rest, **keywords), parts)
+                return loss_of(inner(batch_like(batch, elements), *rest, **keywords), parts)
 
         vars(again)["not_replayable"] = "the step is Lightning's: training_step needs its Trainer"
         guard.before_forward(batch, first=callback.first)
@@ -169,7 +169,7 @@ def check(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
 
 def silence(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     """Turns logging off, until `unchanged` restores it."""
-    vars(pl_module).update(log=nothing, log_dict=nothing, print=nothing)
+    vars(pl_module).update(log=do_nothing, log_dict=do_nothing, print=do_nothing)
     trainer.loggers = [DummyLogger() for _ in trainer.loggers]
 
 
@@ -184,7 +184,7 @@ def loss_of(output: Any, parts: int) -> Tensor | None:
     return loss / parts if isinstance(loss, Tensor) else None
 
 
-def like(batch: Any, elements: Sequence[Any]) -> Any:
+def batch_like(batch: Any, elements: Sequence[Any]) -> Any:
     """Returns the elements that the guard calls a closure with as a batch of the same form as `batch`."""
     if not isinstance(batch, tuple | list):
         return elements[0]

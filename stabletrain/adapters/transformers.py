@@ -23,11 +23,11 @@ from torch.optim import LBFGS
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from stabletrain.adapters.callback import IN_A_LOOP, GuardHolder
-from stabletrain.adapters.unchanged import nothing, replaced, unchanged
+from stabletrain.adapters.unchanged import do_nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.attached_guard import AttachedGuard
 
-STATE = "stabletrain.guard"
+STATE_KEY = "stabletrain.guard"
 """Name of the guard's state in `trainer_state.json`."""
 
 
@@ -71,15 +71,15 @@ class GuardCallback(GuardHolder, TrainerCallback):
         trainer = self._trainer
         guard = self._attach(trainer.model_wrapped, wrapped(trainer).optimizer, trainer.accelerator.scaler)
         saved = states_in(state)
-        if STATE in saved:
-            guard.load_state_dict(saved[STATE])
+        if STATE_KEY in saved:
+            guard.load_state_dict(saved[STATE_KEY])
         unscale = trainer.accelerator.unscale_gradients
 
         def unscale_gradients(*arguments: Any, **keywords: Any) -> None:
             unscale(*arguments, **keywords)
             guard.before_clipping()
 
-        # accelerate calls it before it clips, and at no other time.
+        # accelerate calls it only before it clips.
         self._undo.append(replaced(trainer.accelerator, "unscale_gradients", unscale_gradients))
         self._undo.append(replaced(trainer, "training_step", self._recording(guard)))
 
@@ -107,7 +107,7 @@ class GuardCallback(GuardHolder, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the guard's counts and limits where the Trainer saves them."""
         if self.guard is not None:
-            states_in(state)[STATE] = self.guard.state_dict()
+            states_in(state)[STATE_KEY] = self.guard.state_dict()
 
     def _recording(self, guard: AttachedGuard) -> Callable[..., Tensor]:
         """Returns a `training_step` that records each micro-batch."""
@@ -117,7 +117,7 @@ class GuardCallback(GuardHolder, TrainerCallback):
         def training_step(model: Any, inputs: Any, *rest: Any, **keywords: Any) -> Tensor:
             def again(inputs: Any) -> Tensor:
                 with unchanged(trainer, *model.modules()), losses_of(accelerator, backward=False) as losses:
-                    vars(trainer).update(log=nothing)
+                    vars(trainer).update(log=do_nothing)
                     inner(model, inputs, *rest, **keywords)
                 return sum(losses[1:], losses[0])
 
@@ -164,7 +164,7 @@ def losses_of(accelerator: Accelerator, *, backward: bool) -> Generator[list[Ten
     """A context that collects the losses that are differentiated.
 
     Args:
-        backward: whether they are differentiated indeed, and collected without history.
+        backward: whether to differentiate them too; they are then collected without their graph.
     """
     inner, losses = accelerator.backward, []
 

@@ -263,7 +263,7 @@ def model_and_tools(cfg: DictConfig) -> tuple[nn.Module, Tools]:
     """Builds the model with its initial weights on its device, and the tools of a step."""
     determinism = make(cfg, "determinism")
     determinism.prepare()
-    device = hardware.pick(cfg.device)
+    device = hardware.choose_device(cfg.device)
     precision = make(cfg, "precision", device=device)
     precision.prepare()
     determinism.seed_run(cfg.seed)

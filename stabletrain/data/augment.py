@@ -24,7 +24,7 @@ DRAWS = 42
 """Random numbers available per image: 2 (one for the flip), and 4 for each of 10 attempts at a resized crop."""
 
 
-def fit(image: UInt8[Tensor, "channels _ _"], size: int) -> UInt8[Tensor, "channels {size} {size}"]:
+def resize(image: UInt8[Tensor, "channels _ _"], size: int) -> UInt8[Tensor, "channels {size} {size}"]:
     """Scales the shorter side of the image to `size` and crops the center; returns an image of that size unchanged."""
     if image.shape[-2:] == (size, size):
         return image
@@ -34,7 +34,7 @@ def fit(image: UInt8[Tensor, "channels _ _"], size: int) -> UInt8[Tensor, "chann
 
 
 @dataclass(frozen=True)
-class Plain:
+class NoAugment:
     """No augmentation."""
 
     def chosen(self, draws: np.ndarray) -> Tensor:
@@ -126,7 +126,7 @@ class Finish:
         mean, std: of each channel, of pixels scaled to [0, 1].
     """
 
-    def __init__(self, augment: Plain | CropFlip, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, augment: NoAugment | CropFlip, mean: Sequence[float], std: Sequence[float]) -> None:
         self.augment = augment
         # A tensor of 255, because a GPU multiplies by 1/255 instead of dividing by a Python number.
         self._scales = {CPU: tuple(torch.tensor(v).view(1, -1, 1, 1) for v in ([255.0], mean, std))}
@@ -149,14 +149,14 @@ class Finish:
         return scaled.div_(white).sub_(mean).div_(std)
 
 
-def augmentation(name: str, size: int) -> Plain | CropFlip | ResizedCrop:
+def augmentation(name: str, size: int) -> NoAugment | CropFlip | ResizedCrop:
     """Returns the augmentation of that name for images of `size` pixels.
 
     Raises:
         ConfigError: the name is unknown.
     """
     kinds = {
-        "none": Plain(),
+        "none": NoAugment(),
         "crop": CropFlip(size, flip=False),
         "crop_flip": CropFlip(size),
         "resized_crop": ResizedCrop(size),

@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 from stabletrain.errors import ConfigError, closest
 from stabletrain.stored.json_files import Count, DamagedFile, MissingFile, read_record
 
-MAGIC = frozenset("*?[")
-SNIFF = 8000  # bytes that git reads to tell text from binary
+GLOB_CHARACTERS = frozenset("*?[")
+SNIFFED_BYTES = 8000  # bytes that git reads to tell text from binary
 
 
 def required(path: str | None, option: str, what: str) -> str:
@@ -64,17 +64,17 @@ def find_text(path: str, name: str) -> tuple[Path, list[str]]:
     Raises:
         ConfigError: the path does not exist, nothing matches, or a file cannot be read.
     """
-    if MAGIC & set(path) and not os.path.exists(os.path.expanduser(path)):
+    if GLOB_CHARACTERS & set(path) and not os.path.exists(os.path.expanduser(path)):
         pattern = os.path.expanduser(path)
         root = Path(pattern)
-        while MAGIC & set(str(root)):
+        while GLOB_CHARACTERS & set(str(root)):
             root = root.parent
         found = [Path(match) for match in glob.glob(pattern, recursive=True) if os.path.isfile(match)]
     else:
         root = existing(path, name)
         if root.is_file():
             return root.parent, [root.name]
-        found = list(_walk(root))
+        found = list(files_below(root))
     files = sorted(file.relative_to(root).as_posix() for file in found if looks_like_text(file, name))
     if not files:
         raise ConfigError(
@@ -91,7 +91,7 @@ def looks_like_text(file: Path, name: str) -> bool:
     """
     try:
         with file.open("rb") as handle:
-            head = handle.read(SNIFF)
+            head = handle.read(SNIFFED_BYTES)
     except OSError as error:
         raise ConfigError(
             f"{name}: {file} cannot be read ({error.strerror}): change its permissions or move it"
@@ -99,7 +99,7 @@ def looks_like_text(file: Path, name: str) -> bool:
     return bool(head) and b"\0" not in head
 
 
-def _walk(root: Path):
+def files_below(root: Path):
     for folder, below, names in os.walk(root):
         below[:] = [n for n in below if not n.startswith(".") and n != "__pycache__"]
         yield from (Path(folder, n) for n in names if not n.startswith(".") and Path(folder, n).is_file())

@@ -10,7 +10,7 @@ from torch import Tensor
 from stabletrain.data.decode import decode
 from stabletrain.data.files import existing, required
 from stabletrain.data.images import Images, Pictures
-from stabletrain.data.order import place
+from stabletrain.data.order import split_hash
 from stabletrain.errors import ConfigError
 
 ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -93,7 +93,7 @@ class ImageFolder(Images):
             root = root / "train" if (root / "train").is_dir() else root
             classes = class_folders(root, path)
             files = files_of(root, classes)
-            kept = [place(name) < val_fraction for name, _ in files]
+            kept = [split_hash(name) < val_fraction for name, _ in files]
             splits = {
                 "train": Files(root, [f for f, held in zip(files, kept, strict=True) if not held], len(mean)),
                 "val": Files(root, [f for f, held in zip(files, kept, strict=True) if held], len(mean)),

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from stabletrain.data.augment import DRAWS, Finish, Plain, ResizedCrop, augmentation, fit
-from stabletrain.data.order import Sources, key, pass_ids, place, sample_ids, uniform
+from stabletrain.data.augment import DRAWS, Finish, NoAugment, ResizedCrop, augmentation, resize
+from stabletrain.data.order import Sources, key, pass_ids, sample_ids, split_hash, uniform
 from stabletrain.errors import ConfigError
 from stabletrain.records import IGNORE_INDEX, Batch, Transform
 
@@ -38,7 +38,7 @@ class Pictures(Protocol):
         ...
 
 
-class Held:
+class InMemory:
     """Images in memory, all of one size.
 
     Args:
@@ -115,16 +115,16 @@ class Images:
         if workers is not None and workers < 1:
             raise ConfigError(f"data.workers={workers} is below 1: null uses every core of this process")
         self._augment = augmentation(augment, size)
-        # A resized crop is made by the workers; what is left for the device is to normalise.
+        # A resized crop is made by the workers; the device only normalises.
         self._finish = {
-            "train": Finish(Plain() if isinstance(self._augment, ResizedCrop) else self._augment, mean, std),
-            "val": Finish(Plain(), mean, std),
+            "train": Finish(NoAugment() if isinstance(self._augment, ResizedCrop) else self._augment, mean, std),
+            "val": Finish(NoAugment(), mean, std),
         }
         # Threads are enough: decoding and scaling release Python's lock.
         self._pool = ThreadPoolExecutor(
             workers or cores_of_this_rank(), "pictures", use_one_core, (torch.get_num_threads(),)
         )
-        self._kept = {
+        self._cache = {
             split: {} if len(p.labels) * self.in_channels * size * size <= cache_mb * 1e6 else None
             for split, p in splits.items()
         }
@@ -134,7 +134,7 @@ class Images:
     def to(self, device: torch.device) -> None:
         """Moves splits that are in memory at the model's input size to `device`, where their batches are then made."""
         for split, pictures in self._splits.items():
-            if isinstance(pictures, Held) and self._whole(split):
+            if isinstance(pictures, InMemory) and self._in_one_operation(split):
                 pictures.to(device)
 
     def batches(self, size: int, split: str) -> int:
@@ -180,7 +180,7 @@ class Images:
         else:
             images = self._gather(split, ids)
         where = torch.from_numpy(ids)
-        if isinstance(pictures, Held):
+        if isinstance(pictures, InMemory):
             targets = pictures.targets[where.to(pictures.targets.device, non_blocking=True)]
         else:
             targets = torch.from_numpy(pictures.labels[ids])
@@ -206,11 +206,13 @@ class Images:
 
     def _gather(self, split: str, ids: np.ndarray) -> UInt8[Tensor, "batch channels size size"]:
         """Returns images at the model's input size, from the cache if possible."""
-        pictures, kept = self._splits[split], self._kept[split]
-        if isinstance(pictures, Held) and self._whole(split):
+        pictures, kept = self._splits[split], self._cache[split]
+        if isinstance(pictures, InMemory) and self._in_one_operation(split):
             return pictures.pixels[torch.from_numpy(ids).to(pictures.pixels.device, non_blocking=True)]
         missing = [index for index in ids.tolist() if kept is None or index not in kept]
-        made = dict(zip(missing, self._pool.map(lambda index: fit(pictures(index), self._size), missing), strict=True))
+        made = dict(
+            zip(missing, self._pool.map(lambda index: resize(pictures(index), self._size), missing), strict=True)
+        )
         if kept is not None:
             kept.update(made)
         return self._stack([made[index] if index in made else kept[index] for index in ids.tolist()])  # ty: ignore
@@ -219,10 +221,10 @@ class Images:
         empty = torch.empty(0, self.in_channels, self._size, self._size, dtype=torch.uint8)
         return torch.stack(images) if images else empty
 
-    def _whole(self, split: str) -> bool:
+    def _in_one_operation(self, split: str) -> bool:
         """Whether a batch is gathered in one operation: images in memory, at input size, not augmented one by one."""
         pictures = self._splits[split]
-        held = isinstance(pictures, Held) and pictures.pixels.shape[-2:] == (self._size, self._size)
+        held = isinstance(pictures, InMemory) and pictures.pixels.shape[-2:] == (self._size, self._size)
         return held and not (split == "train" and isinstance(self._augment, ResizedCrop))
 
 
@@ -234,7 +236,7 @@ def use_one_core(threads: int) -> None:
     """
     torch.get_num_threads()  # PyTorch reads its default first, and would otherwise do so after the next line
     torch.set_num_threads(1)
-    # It is this thread's own number, but also the default of threads that start later, which only another can restore.
+    # It is this thread's own number, but also the default of later threads, which only another thread can restore.
     restoring = Thread(target=torch.set_num_threads, args=(threads,))
     restoring.start()
     restoring.join()
@@ -254,22 +256,22 @@ class Digits(Images):
 
         found = load_digits()
         pixels = torch.from_numpy(found.images * (255 / 16)).round().to(torch.uint8)[:, None]
-        splits = held_out(pixels, found.target.tolist(), 0.2, "digits")
+        splits = hold_out(pixels, found.target.tolist(), 0.2, "digits")
         names = [str(name) for name in found.target_names]
         super().__init__("digits", splits, names, size=8, mean=[0.3053], std=[0.3761], augment=augment, seed=seed)
 
 
-def held_out(pixels: Tensor, labels: Sequence[int], fraction: float, name: str) -> dict[str, Pictures]:
+def hold_out(pixels: Tensor, labels: Sequence[int], fraction: float, name: str) -> dict[str, Pictures]:
     """Splits images in memory. In each class, a hash selects the share `fraction` of the images for `val`."""
     labels_of = np.asarray(labels)
     val: list[int] = []
     for label in np.unique(labels_of):
-        members = sorted(np.flatnonzero(labels_of == label).tolist(), key=lambda index: place(f"{name}:{index}"))
+        members = sorted(np.flatnonzero(labels_of == label).tolist(), key=lambda index: split_hash(f"{name}:{index}"))
         val += members[: round(len(members) * fraction)]
     chosen = np.zeros(len(labels_of), bool)
     chosen[val] = True
     return {
-        split: Held(pixels[torch.from_numpy(mask)], labels_of[mask].tolist(), f"{name}/{split}")
+        split: InMemory(pixels[torch.from_numpy(mask)], labels_of[mask].tolist(), f"{name}/{split}")
         for split, mask in (("train", ~chosen), ("val", chosen))
     }
 
@@ -286,7 +288,7 @@ class Cifar10(Images):
     ) -> None:
         import torchvision
 
-        def load(train: bool) -> Held:
+        def load(train: bool) -> InMemory:
             try:
                 found = torchvision.datasets.CIFAR10(root, train=train, download=download)
             except Exception as error:  # network, disk or a broken archive
@@ -297,7 +299,7 @@ class Cifar10(Images):
                 raise ConfigError(f"data.download=true: CIFAR-10 could not be downloaded to {root}: {error}") from None
             names.extend(found.classes[len(names) :])
             pixels = torch.from_numpy(np.ascontiguousarray(found.data.transpose(0, 3, 1, 2)))
-            return Held(pixels, found.targets, f"cifar10/{'train' if train else 'test'}")
+            return InMemory(pixels, found.targets, f"cifar10/{'train' if train else 'test'}")
 
         names: list[str] = []
         splits: dict[str, Pictures] = {"train": load(True), "val": load(False)}

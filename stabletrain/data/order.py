@@ -20,10 +20,11 @@ MASK = (1 << 64) - 1
 
 def key(*parts: int | str) -> int:
     """Hashes numbers and strings to a 64-bit key with BLAKE2b, such as `key(seed, epoch, "phase")`."""
+    # Not Python's `hash`: it differs from process to process for strings.
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-def place(name: str) -> float:
+def split_hash(name: str) -> float:
     """Hashes a name to [0, 1); samples below `val_fraction` are held out for validation.
 
     Depends neither on the seed nor on other names: runs with different seeds validate on the same samples, and adding a
@@ -43,6 +44,7 @@ def uniform(index: np.ndarray, key: int, count: int) -> np.ndarray:
     """Returns random numbers, float64 `[len(index), count]` in [0, 1); row i depends only on `index[i]` and `key`."""
     row = mix(index.astype(np.uint64) * np.uint64(GOLDEN) ^ np.uint64(key))
     column = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    # The upper 53 bits, as many as a float64 holds: every result is exact, so it is the same on every machine.
     return (mix(row[:, None] + column) >> np.uint64(11)) * 2.0**-53
 
 
@@ -69,6 +71,7 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     outside = np.arange(value.size)
     while outside.size:  # cycle walking: permute again what falls outside [0, n)
         right, left = np.divmod(value[outside], a)  # point (left, right) of the grid a x b
+        # Each round shifts one coordinate by a hash of the other, which can be undone: so no two indices collide.
         for r in range(0, ROUNDS, 2):
             left = (left + mix(right ^ keys[r]) % a) % a
             right = (right + mix(left ^ keys[r + 1]) % b) % b
@@ -93,6 +96,7 @@ def sample_ids(start: int, count: int, n: int, seed: int) -> tuple[np.ndarray, n
     positions = np.arange(start, start + count, dtype=np.int64)
     epochs, index = np.divmod(positions, n)
     ids = np.empty_like(index)
+    # A batch may cross the end of an epoch, or several if it is larger than the data.
     for epoch in range(start // n, (start + count - 1) // n + 1):
         here = epochs == epoch
         ids[here] = permute(index[here], n, key(seed, epoch, "order"))

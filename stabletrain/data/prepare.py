@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from stabletrain.data.files import VERSION, find_text
-from stabletrain.data.order import place
+from stabletrain.data.order import split_hash
 from stabletrain.data.tokenizers import Tokenizer, load_tokenizer
 from stabletrain.errors import ConfigError
 from stabletrain.printable import say
 from stabletrain.program import program_name
 
-FEW = 20
+FEW_DOCUMENTS = 20
 """From this many documents on, whole documents are held out; with fewer, the end of each document is."""
 
-EVERY = 100_000_000
+TOKENS_PER_LINE = 100_000_000
 """Tokens between two lines of progress."""
 
 
@@ -118,8 +118,8 @@ def prepare(
     return meta
 
 
-LONGEST = 200
-"""Bytes of a folder's name: file systems allow 255, and `prepare` writes into a folder with a longer name first."""
+NAME_BYTES = 200
+"""Bytes that a folder's name may have: file systems allow 255, and `prepare` first writes under a longer name."""
 
 
 def check_arguments(source: str, out: str, val_fraction: float, shard_tokens: int) -> Path:
@@ -137,8 +137,10 @@ def check_arguments(source: str, out: str, val_fraction: float, shard_tokens: in
     if shard_tokens < 1:
         raise ConfigError(f"--shard-tokens={shard_tokens} is below 1")
     target = Path(os.path.abspath(Path(out).expanduser()))
-    if (length := len(os.fsencode(target.name))) > LONGEST:
-        raise ConfigError(f"{out[:40]}...: its name has {length} bytes, but names may have {LONGEST} here: shorten it")
+    if (length := len(os.fsencode(target.name))) > NAME_BYTES:
+        raise ConfigError(
+            f"{out[:40]}...: its name has {length} bytes, but names may have {NAME_BYTES} here: shorten it"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder: choose another, or remove it")
     return target
@@ -150,11 +152,11 @@ def write_tokens(
     """Writes the tokens of each document to its split, and prints progress."""
     said = 0
     for name, text in documents:
-        for split, piece in divided(name, text, val_fraction, few):
-            for part in parts(piece):
+        for split, piece in split_document(name, text, val_fraction, few):
+            for part in pieces(piece):
                 splits[split].add(coder.encode(part))
             splits[split].add([coder.separator])
-        if (done := sum(writer.tokens for writer in splits.values())) >= said + EVERY:
+        if (done := sum(writer.tokens for writer in splits.values())) >= said + TOKENS_PER_LINE:
             said = done
             say(f"{done:,} tokens", flush=True)
 
@@ -162,13 +164,13 @@ def write_tokens(
 def texts(source: str) -> tuple[bool, Iterator[tuple[str, str]]]:
     """Returns whether there are few documents, and name and text of each file; replaces invalid UTF-8."""
     root, files = find_text(source, "source")
-    return len(files) < FEW, ((file, (root / file).read_bytes().decode(errors="replace")) for file in files)
+    return len(files) < FEW_DOCUMENTS, ((file, (root / file).read_bytes().decode(errors="replace")) for file in files)
 
 
-def divided(name: str, text: str, val_fraction: float, few: bool) -> Iterator[tuple[str, str]]:
+def split_document(name: str, text: str, val_fraction: float, few: bool) -> Iterator[tuple[str, str]]:
     """Yields split and text: the whole document for one split or, if `few`, its end for `val`, the rest for `train`."""
     if not few:
-        yield ("val" if place(name) < val_fraction else "train"), text
+        yield ("val" if split_hash(name) < val_fraction else "train"), text
         return
     cut = len(text) - round(len(text) * val_fraction)
     for split, piece in (("train", text[:cut]), ("val", text[cut:])):
@@ -176,7 +178,7 @@ def divided(name: str, text: str, val_fraction: float, few: bool) -> Iterator[tu
             yield split, piece
 
 
-def parts(text: str, size: int = 1 << 20) -> Iterator[str]:
+def pieces(text: str, size: int = 1 << 20) -> Iterator[str]:
     """Yields a text in pieces of at most `size` characters, cut after line ends if possible.
 
     Encoding a long document at once would need several times its memory.

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from stabletrain.data.files import find_text, required
-from stabletrain.data.order import place
+from stabletrain.data.order import split_hash
 from stabletrain.data.tokenizers import Bytes
 from stabletrain.data.windows import LengthWarmup, Windows
 from stabletrain.errors import ConfigError
 
-MANY = 20  # from this many files on, whole files are held out
+MANY_FILES = 20  # from this many files on, whole files are held out
 NAMES_OF_SPLITS = frozenset({"test", "val", "valid", "validation"})
 NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -99,11 +99,11 @@ class Corpus(Windows):
         train: list[tuple[str, int, bytes]] = []
         val: list[tuple[str, int, bytes]] = []
         held_out = f"the last {100 * val_fraction:g} % of {'each file is' if len(contents) > 1 else 'the file is'}"
-        if len(contents) >= MANY:
+        if len(contents) >= MANY_FILES:
             # The limit is above the lowest hash, so that validation is never empty.
-            limit = max(val_fraction, math.nextafter(min(place(file) for file, _ in contents), 1))
+            limit = max(val_fraction, math.nextafter(min(split_hash(file) for file, _ in contents), 1))
             for file, content in contents:
-                (val if place(file) < limit else train).append((str(root / file), 0, content))
+                (val if split_hash(file) < limit else train).append((str(root / file), 0, content))
             held_out = f"{len(val)} of {len(contents)} files are"
         else:
             for file, content in contents:

@@ -91,7 +91,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 class LazyTokenizer:
     """A tokenizer that is loaded when it is first needed, once, on a background thread.
 
-    The thread does not keep the process from exiting, so that a network that never answers cannot either.
+    A daemon thread: a network that never answers does not keep the process from exiting.
     """
 
     def __init__(self, name: str) -> None:

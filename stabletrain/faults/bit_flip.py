@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.faults.in_step import StepFault, Undo, chosen_parameter
-from stabletrain.faults.planned import check_at_least, own, place, say
+from stabletrain.faults.planned import check_at_least, local_shard, random_index, say
 from stabletrain.records import TrainState
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of moments in the state of optimizers."""
 
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size in bytes."""
 
 
@@ -57,12 +57,12 @@ class BitFlip(StepFault):
             say(f"none, because the optimizer has no {kind} of {name} yet at tick {state.executed_steps}")
             return []
         self._check_bit(name, tensor.dtype)
-        tensor = own(tensor)
+        tensor = local_shard(tensor)
         if not tensor.numel():  # this rank's shard is empty
             return []
         if tensor.is_cuda:
             torch.cuda.synchronize()  # a snapshot may still be copying the healthy value, on a stream of its own
-        where = place(tensor, self.seed, state.executed_steps)
+        where = random_index(tensor, self.seed, state.executed_steps)
         before = float(tensor[where])
         flip_(tensor, where, self.bit)
         say(
@@ -99,4 +99,4 @@ def flip_(tensor: Tensor, where: tuple[int, ...], bit: int) -> None:
     """Flips one bit of one element in place; `tensor` may have any strides and dtype."""
     width = 8 * tensor.element_size()
     mask = 1 << bit if bit < width - 1 else -(1 << bit)
-    tensor.view(WHOLE[tensor.element_size()])[where] ^= mask
+    tensor.view(INTEGERS[tensor.element_size()])[where] ^= mask

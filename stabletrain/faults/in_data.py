@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
-from stabletrain.faults.planned import OnRank, check_at_least, check_number, drawn, place, say, writable
+from stabletrain.faults.planned import OnRank, check_at_least, check_number, number_for, random_below, random_index, say
 from stabletrain.records import IGNORE_INDEX, Batch, reads_rows
 
 
@@ -35,7 +35,7 @@ class CorruptedData:
     def batch(self, step: int, size: int, split: str) -> Any:
         """Returns the data's batch, corrupted if it is a training batch at a planned position."""
         batch = self._data.batch(step, size, split)
-        if split != "train" or not self._fault.hits(step) or not isinstance(batch, Batch):
+        if split != "train" or not self._fault.happens_here(step) or not isinstance(batch, Batch):
             return batch
         say(f"{type(self._fault).__name__.lower()} at data position {step}")
         return self._fault.corrupt(batch.transformed(), step, self._data)
@@ -46,7 +46,7 @@ class CorruptedRows(CorruptedData):
 
     def rows(self, step: int, size: int, split: str, rows: slice) -> Any:
         """Returns the data's rows. A corrupted batch is read whole, because a fault is drawn over the whole batch."""
-        if split != "train" or not self._fault.hits(step):
+        if split != "train" or not self._fault.happens_here(step):
             return self._data.rows(step, size, split, rows)
         whole = self.batch(step, size, split)
         return whole.shard(rows) if isinstance(whole, Batch) else whole
@@ -151,7 +151,7 @@ class Poison(DataFault):
         check_number("factor", self.factor)
         check_at_least("length", self.length, 1)
 
-    def comes_at(self, number: int) -> bool:
+    def happens_at(self, number: int) -> bool:
         return any(start <= number < start + self.length for start in self.at)
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
@@ -159,7 +159,7 @@ class Poison(DataFault):
         if batch.targets.is_floating_point():
             return replace(batch, inputs=inputs, targets=batch.targets.roll(1, 0))
         classes = count_classes(data, batch.targets)
-        generator = torch.Generator().manual_seed(drawn(self.seed, position, 2**32))
+        generator = torch.Generator().manual_seed(random_below(self.seed, position, 2**32))
         away = torch.randint(1, max(classes, 2), batch.targets.shape, generator=generator).to(batch.targets.device)
         wrong = torch.where(batch.targets == IGNORE_INDEX, IGNORE_INDEX, (batch.targets + away) % classes)
         return replace(batch, inputs=inputs, targets=wrong)
@@ -178,5 +178,5 @@ def written(tensor: Tensor, value: float, seed: int, position: int) -> Tensor:
     if not tensor.numel():
         return tensor
     copy = tensor.clone()
-    copy[place(tensor, seed, position)] = writable(value, tensor.dtype)
+    copy[random_index(tensor, seed, position)] = number_for(value, tensor.dtype)
     return copy

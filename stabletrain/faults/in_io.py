@@ -42,7 +42,7 @@ class DiskFault(OnRank):
         save, spared = checkpoints.save, self.spared(checkpoints)
 
         def save_ill_fated(step: int, tree: Mapping[str, Any], **rest: Any) -> None:
-            if self.hits(tree["tick"]) and step not in spared:
+            if self.happens_here(tree["tick"]) and step not in spared:
                 interrupt(step, lambda path: self.happen(path, step))
             save(step, tree, **rest)
 

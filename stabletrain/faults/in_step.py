@@ -2,7 +2,7 @@
 
 A fault happens at a tick. The tick is the number of steps executed so far, including those that were rolled back. So
 the fault does not return after a rollback, and a resumed run has it at the same tick. Only a replay runs a tick again:
-faults of the machine then stay away, as they would; what belongs to the run, such as the learning rate, returns.
+faults of the machine do not happen again, as in reality; faults of the run, such as of its learning rate, do.
 
 Each fault is set up at the start of its step and removed at the start of the next. Between faults the model has no
 hooks and runs exactly the code it runs with `faults=none`. A step begins with the optimizer's `zero_grad`, which is why
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.faults.planned import OnRank, check_at_least, check_number, own, place, say
+from stabletrain.faults.planned import OnRank, check_at_least, check_number, local_shard, random_index, say
 from stabletrain.records import TrainState
 
 Undo = Callable[[], None]
@@ -51,9 +51,9 @@ class StepFault(OnRank):
             while waiting:  # hooks of the previous step: it may have been skipped before they ran
                 waiting.pop()()
             tick = state.executed_steps
-            if self.comes_at(tick) and (self.returns or tick not in done):
+            if self.happens_at(tick) and (self.returns or tick not in done):
                 done.add(tick)
-                waiting.extend(self.inject(state, precision) if self.on_this_rank() else self.elsewhere(state))
+                waiting.extend(self.inject(state, precision) if self.on_this_rank() else self.on_another_rank(state))
 
         before_each_step(state.optimizer, begin)
 
@@ -65,8 +65,8 @@ class StepFault(OnRank):
         """Applies the fault now, or adds hooks that do so in this step; returns what removes them before the next."""
         raise NotImplementedError
 
-    def elsewhere(self, state: TrainState) -> list[Undo]:
-        """Adds the hooks of a rank that does not have the fault, in a step in which another has it."""
+    def on_another_rank(self, state: TrainState) -> list[Undo]:
+        """Adds the hooks of a rank without the fault, in a step in which another rank has it."""
         del state
         return []
 
@@ -74,7 +74,7 @@ class StepFault(OnRank):
 class UpdateFault(StepFault):
     """A fault in the optimizer's step."""
 
-    def elsewhere(self, state: TrainState) -> list[Undo]:
+    def on_another_rank(self, state: TrainState) -> list[Undo]:
         """Hooks the step without effect: an update with a hook is checked, and all ranks must check the same ones."""
         return [state.optimizer.register_step_post_hook(no_effect).remove]
 
@@ -153,7 +153,7 @@ class Activation(StepFault):
             raise ConfigError(
                 f"faults.module={name} returns a {type(output).__name__}, not a tensor: choose a module inside it"
             )
-        where = place(output, self.seed, tick)
+        where = random_index(output, self.seed, tick)
         say(f"activation of {name} {list(where)} = {self.value} at tick {tick}")
         output = output.clone()
         output[where] = self.value
@@ -213,10 +213,10 @@ class Gradient(StepFault):
         if done or parameter.grad is None:
             return
         done.append(True)
-        gradient = own(parameter.grad)
+        gradient = local_shard(parameter.grad)
         if not gradient.numel():  # this rank's shard is empty
             return
-        where = place(gradient, self.seed, tick)
+        where = random_index(gradient, self.seed, tick)
         say(f"gradient of {name} {list(where)} = {self.value} at tick {tick}")
         overwrite_(gradient, where, self.value * scale)
 
@@ -242,7 +242,7 @@ class LearningRate(UpdateFault):
         if not self.factor > 0:
             raise ConfigError(f"faults.factor={self.factor} is not above 0: 100 is the default")
 
-    def comes_at(self, number: int) -> bool:
+    def happens_at(self, number: int) -> bool:
         return any(start <= number < start + self.length for start in self.at)
 
     def inject(self, state: TrainState, precision: Any) -> list[Undo]:

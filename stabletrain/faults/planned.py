@@ -75,13 +75,13 @@ class OnRank(Planned):
         super().__post_init__()
         check_at_least("rank", self.rank, 0)
 
-    def comes_at(self, number: int) -> bool:
-        """Whether the fault happens at `number`, on whichever rank."""
+    def happens_at(self, number: int) -> bool:
+        """Whether the fault happens at `number` on any rank."""
         return number in self.at
 
-    def hits(self, number: int) -> bool:
+    def happens_here(self, number: int) -> bool:
         """Whether the fault happens at `number` in this process."""
-        return self.comes_at(number) and self.on_this_rank()
+        return self.happens_at(number) and self.on_this_rank()
 
     def on_this_rank(self) -> bool:
         """Whether this process has the fault; its rank is the environment's RANK, or 0 if that is not set."""
@@ -100,26 +100,26 @@ def check_number(name: str, value: Any) -> None:
         raise ConfigError(f"faults.{name}={value} is not a number: use nan, inf, -inf, or a number such as 1000.0")
 
 
-def drawn(seed: int, number: int, below: int) -> int:
+def random_below(seed: int, number: int, below: int) -> int:
     """Returns a random integer in [0, below), a function of seed and number."""
     return random.Random(f"{seed}/{number}").randrange(below)
 
 
-def own(tensor: Any) -> Tensor:
+def local_shard(tensor: Any) -> Tensor:
     """Returns this rank's shard of a sharded tensor, as a view; any other tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def place(tensor: Tensor, seed: int, number: int) -> tuple[int, ...]:
+def random_index(tensor: Tensor, seed: int, number: int) -> tuple[int, ...]:
     """Returns the index of a random element of `tensor`, a function of seed and number."""
-    element, index = drawn(seed, number, tensor.numel()), []
+    element, index = random_below(seed, number, tensor.numel()), []
     for size in reversed(tensor.shape):
         element, here = divmod(element, size)
         index.append(here)
     return tuple(reversed(index))
 
 
-def writable(value: float, dtype: torch.dtype) -> float | int:
+def number_for(value: float, dtype: torch.dtype) -> float | int:
     """Converts `value` for a tensor of `dtype`; in integers, NaN and Inf become 2^31 - 1 or the largest that fits."""
     if dtype.is_floating_point or dtype.is_complex:
         return value

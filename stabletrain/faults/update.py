@@ -1,4 +1,4 @@
-"""A bad number in what an optimizer's step has just written, as of an optimizer that divides 0 by 0.
+"""A bad number in a weight or moment that the optimizer's step has just written, as when it divides 0 by 0.
 
 Loss and gradients are finite, so only a check of the update itself can see it. Afterwards the weights are not finite.
 """
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stabletrain.faults.bit_flip import check_where, chosen_tensor
 from stabletrain.faults.in_step import Undo, UpdateFault, chosen_parameter, overwrite_
-from stabletrain.faults.planned import check_number, own, place, say, writable
+from stabletrain.faults.planned import check_number, local_shard, number_for, random_index, say
 from stabletrain.records import TrainState
 
 
@@ -54,12 +54,12 @@ class Update(UpdateFault):
             if tensor is None:
                 say(f"none, because the optimizer has no {kind} of {name} after tick {tick}")
                 return
-            tensor = own(tensor)
+            tensor = local_shard(tensor)
             if not tensor.numel():  # this rank's shard is empty
                 return
-            where = place(tensor, self.seed, tick)
+            where = random_index(tensor, self.seed, tick)
             say(f"the update of tick {tick} leaves {self.value} in the {kind} of {name} {list(where)}")
-            overwrite_(tensor, where, writable(self.value, tensor.dtype))
+            overwrite_(tensor, where, number_for(self.value, tensor.dtype))
 
         return [state.optimizer.register_step_post_hook(spoil).remove]
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from stabletrain.errors import StabletrainError
 from stabletrain.machine.determinism import may_measure, rng_restored
 
-VARIANTS = 64
+RECOMPILE_LIMIT = 64
 """Recompilation limit per function, above which PyTorch silently runs eagerly. Each model copy for a replay counts."""
 
 
-def wanted(compile: str | bool, device: torch.device) -> bool:
+def should_compile(compile: str | bool, device: torch.device) -> bool:
     """Returns whether to try compiling. `auto` means: only on CUDA."""
     # On a CPU, compiling takes long and does not speed up the matrix products.
     return device.type == "cuda" if compile == "auto" else bool(compile)
@@ -67,8 +67,8 @@ class Compiled:
             return self._code(inputs, *more, **named)
         return self._plain(inputs, *more, **named)
 
-    def with_it(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns compiled code for a function that runs beside the model, such as the loss of a chunk."""
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns compiled code for a function that runs outside of the model, such as the loss of a chunk."""
         if function not in self._others:
             self._others[function] = torch.compile(function, backend=inductor, dynamic=False)
         return self._others[function]
@@ -81,7 +81,7 @@ def compile_(model: nn.Module, shape: Sequence[int]) -> None:
     """
     import torch._dynamo.config as limits
 
-    limits.recompile_limit = VARIANTS  # ty: ignore[invalid-assignment]
+    limits.recompile_limit = RECOMPILE_LIMIT  # ty: ignore[invalid-assignment]
     model._compiled_call_impl = Compiled(model, shape)
 
 
@@ -99,7 +99,7 @@ def compiled_shape(model: nn.Module) -> tuple[int, ...] | None:
 def compiled_with(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `function` compiled if `compile_` compiled the model, else itself. Call it with one shape only."""
     code = getattr(model, "_compiled_call_impl", None)
-    return code.with_it(function) if isinstance(code, Compiled) else function
+    return code.compiled(function) if isinstance(code, Compiled) else function
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from stabletrain.errors import ConfigError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-FIXED = (":4096:8", ":16:8")
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 """cuBLAS workspace configurations that are deterministic with concurrent streams; the first is larger and faster."""
 
 _MASK = (1 << 64) - 1
@@ -33,6 +33,7 @@ _MASK = (1 << 64) - 1
 
 def mix(seed: int, step: int) -> int:
     """Returns a well-mixed 64-bit number from both (SplitMix64's finalizer; Steele et al., OOPSLA 2014)."""
+    # `step + 1`, because the rounds below map 0 to 0: seed 0 at step 0 would not be mixed.
     z = (seed * 0x9E3779B97F4A7C15 + (step + 1) * 0xD1B54A32D192ED03) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -47,6 +48,7 @@ def rng_restored(model: nn.Module) -> Generator[None, None, None]:
     """
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     drawn, numpy_drawn = random.getstate(), np.random.get_state()
+    # Named, because by default `fork_rng` would start and copy every GPU of the machine.
     with torch.random.fork_rng(devices=cards):
         try:
             yield
@@ -68,7 +70,7 @@ class Generators:
     @classmethod
     def now(cls, device: torch.device) -> "Generators":
         """Records them; does not wait for the device."""
-        started = device.type == "cuda" and torch.cuda.is_initialized()
+        started = device.type == "cuda" and torch.cuda.is_initialized()  # asking for the state would start CUDA
         card = torch.cuda.get_rng_state(device) if started else None
         return cls(torch.get_rng_state(), card, np.random.get_state(), random.getstate(), device)
 
@@ -100,7 +102,7 @@ def set_kernels(strict: bool, measured: bool = False) -> dict:
         check_workspace()
     # cuBLAS reads this once, when CUDA starts. Set it for every option, so that a later `strict` run of a sweep in the
     # same process finds it. The switches below are set both ways for the same reason.
-    os.environ.setdefault(WORKSPACE, FIXED[0])
+    os.environ.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACES[0])
     if torch.are_deterministic_algorithms_enabled() != strict:  # the call imports the compiler, which takes seconds
         torch.use_deterministic_algorithms(strict)
     # Takes effect in strict mode only: uninitialized memory becomes NaN, so reading it is always detected.
@@ -122,12 +124,12 @@ def check_workspace() -> None:
     if found is None and torch.cuda.is_initialized():
         raise ConfigError(
             f"determinism=strict: CUDA has started without {WORKSPACE}, which it reads only then; "
-            f"set {WORKSPACE}={FIXED[0]} in the environment"
+            f"set {WORKSPACE}={DETERMINISTIC_WORKSPACES[0]} in the environment"
         )
-    if found not in (None, *FIXED):
+    if found not in (None, *DETERMINISTIC_WORKSPACES):
         raise ConfigError(
             f"determinism=strict: {WORKSPACE}={found} in the environment makes cuBLAS nondeterministic; "
-            f"use {' or '.join(FIXED)}, or unset it"
+            f"use {' or '.join(DETERMINISTIC_WORKSPACES)}, or unset it"
         )
 
 
@@ -157,7 +159,7 @@ class Seeded(Off):
     def seed_run(self, seed: int) -> None:
         """Seeds torch (all devices), NumPy and random, for the initial weights."""
         torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
+        np.random.seed(seed % 2**32)  # NumPy takes 32 bits
         random.seed(seed)
 
     def seed_step(self, seed: int, step: int) -> None:

@@ -26,7 +26,7 @@ from stabletrain.errors import ConfigError, WrongCard
 from stabletrain.machine import torch_builds
 
 
-def pick(wanted: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
+def choose_device(wanted: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
     """Returns the device for `auto`, `cpu`, `cuda` or `cuda:N`. A GPU becomes this process's current one.
 
     `auto` and `cuda` mean the rank's own GPU, whose index is the local rank.
@@ -48,7 +48,7 @@ def pick(wanted: str, local_rank: int = 0, local_world_size: int = 1) -> torch.d
         return torch.device("cpu")
     if int(index or 0) >= count:
         raise ConfigError(
-            f"device={wanted}: this machine has {devices(count)}{selected()}; use device=auto or device=cpu"
+            f"device={wanted}: this machine has {devices(count)}{visible_devices()}; use device=auto or device=cpu"
         )
     if local_world_size > count:
         raise ConfigError(f"device={wanted}: {too_many(local_world_size, count)}")
@@ -67,7 +67,7 @@ def pick(wanted: str, local_rank: int = 0, local_world_size: int = 1) -> torch.d
 
 def too_many(ranks: int, count: int) -> str:
     """Returns the message for more ranks on a machine than GPUs."""
-    cards = f"{count} visible CUDA device{'s' if count > 1 else ''}{selected()}"
+    cards = f"{count} visible CUDA device{'s' if count > 1 else ''}{visible_devices()}"
     return (
         f"{ranks} ranks on this machine, but {cards}: each rank needs its own; use torchrun "
         f"--nproc_per_node={count}, or make all GPUs of the machine visible to every rank "
@@ -80,7 +80,7 @@ def devices(count: int) -> str:
     return f"{count} CUDA device{'' if count == 1 else 's'}"
 
 
-def selected() -> str:
+def visible_devices() -> str:
     """Returns the environment variable that hides GPUs, in brackets; empty if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
@@ -196,7 +196,7 @@ PEAKS = {
 }
 """Dense peak in TFLOP/s, by the end of PyTorch's name of the GPU. PCIe, NVL and MIG variants are not listed."""
 
-KINDS = {"fp32": "fp32", "tf32": "tf32", "fp16": "half", "bf16": "half", "bf16_params": "half", "fp8": "fp8"}
+PEAK_KINDS = {"fp32": "fp32", "tf32": "tf32", "fp16": "half", "bf16": "half", "bf16_params": "half", "fp8": "fp8"}
 """Which peak applies to each precision. A card without fp8 emulates it, and has no peak for it."""
 
 
@@ -204,7 +204,7 @@ def peak_flops(card: str, precision: str) -> float | None:
     """Returns the dense peak of a GPU in FLOP/s for an option of `precision`; None if unknown."""
     for name, peaks in PEAKS.items():
         if re.search(name, card):
-            peak = peaks.get(KINDS.get(precision, ""))
+            peak = peaks.get(PEAK_KINDS.get(precision, ""))
             return None if peak is None else peak * 1e12
     return None
 
@@ -267,7 +267,7 @@ class Usage:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory since `forget_peak`: of tensors on a GPU; resident size of the process on a CPU."""
+    """Returns the peak memory since `reset_peak`: of tensors on a GPU; resident size of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError), open("/proc/self/status") as lines:
@@ -276,7 +276,7 @@ def peak_bytes(device: torch.device) -> int:
     return highest if sys.platform == "darwin" else highest * 1024
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """Resets the peak, so that each of several runs in one process has its own. On a CPU, only Linux can reset it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Memory: of the host, free and in all, as the kernel and this process's control groups report it; and too little."""
+"""Host memory, free and total, from the kernel and this process's control groups; and how running out is noticed."""
 
 import math
 import resource
@@ -24,11 +24,11 @@ FILES = {
 def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> float:
     """Returns how many bytes of host memory this process can still use; inf if unknown.
 
-    This is what the machine has available, or what is left of a control group's limit (Slurm, containers), whichever is
-    less. Other processes of the machine or the group may use the same bytes.
+    This is the machine's available memory, or the rest of a control group's limit (Slurm, containers) if that is less.
+    Other processes of the machine or the group may use the same bytes.
     """
-    free = machine(proc, "MemAvailable")  # without swapping
-    return min(free, *(left_in(folder, version) for folder, version in groups(proc, cgroups)), math.inf)
+    free = meminfo(proc, "MemAvailable")  # without swapping
+    return min(free, *(free_in_group(folder, version) for folder, version in groups(proc, cgroups)), math.inf)
 
 
 def host_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> float:
@@ -38,10 +38,10 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> float:
     """
     own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     limits = [float(limit) for limit in own if limit != resource.RLIM_INFINITY]
-    return min(machine(proc, "MemTotal"), *limits, *(limit_of(*group) for group in groups(proc, cgroups)), math.inf)
+    return min(meminfo(proc, "MemTotal"), *limits, *(limit_of(*group) for group in groups(proc, cgroups)), math.inf)
 
 
-def machine(proc: Path, name: str) -> float:
+def meminfo(proc: Path, name: str) -> float:
     """Returns an entry of `/proc/meminfo` in bytes; inf if unknown."""
     with suppress(OSError, StopIteration, ValueError):
         lines = (proc / "meminfo").read_text().splitlines()
@@ -68,8 +68,8 @@ def limit_of(folder: Path, version: int) -> float:
     return math.inf
 
 
-def left_in(folder: Path, version: int) -> float:
-    """Returns what is left of a control group's limit, in bytes; inf without a limit."""
+def free_in_group(folder: Path, version: int) -> float:
+    """Returns the rest of a control group's limit, in bytes; inf without a limit."""
     limit, usage, reclaimable = FILES[version]
     try:
         left = int((folder / limit).read_text()) - int((folder / usage).read_text())
@@ -81,7 +81,7 @@ def left_in(folder: Path, version: int) -> float:
     return max(float(left), 0.0)
 
 
-EXHAUSTED = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 """Parts of the messages of errors that say that memory did not suffice, but have no class of their own."""
 
 
@@ -92,6 +92,6 @@ def within_memory(act: Callable[[], T]) -> T | None:
     except (torch.OutOfMemoryError, MemoryError):
         return None
     except RuntimeError as error:  # of the CPU's allocator, of cuBLAS and cuDNN
-        if any(part in str(error) for part in EXHAUSTED):
+        if any(part in str(error) for part in OUT_OF_MEMORY):
             return None
         raise

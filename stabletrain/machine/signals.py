@@ -6,19 +6,19 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """Signals that ask a run to stop: Ctrl-C, the end of a job, and Slurm's notice that its time is almost up."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Generator[None]:
-    """A context in which `handler` handles `STOPS`. Restores the previous handlers at the end.
+    """A context in which `handler` handles `STOP_SIGNALS`. Restores the previous handlers at the end.
 
     Does nothing outside the main thread, where Python allows no handlers.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {each: signal.signal(each, handler) for each in STOPS}
+        before = {each: signal.signal(each, handler) for each in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -37,7 +37,7 @@ class NoStopRequest(AbstractContextManager):
 
 
 class StopRequest:
-    """A context that records the last signal of `STOPS`. A second SIGINT raises KeyboardInterrupt at once.
+    """A context that records the last signal of `STOP_SIGNALS`. A second SIGINT raises KeyboardInterrupt at once.
 
     Attributes:
         name: the recorded signal, e.g. `SIGTERM`; empty if none. Other ranks do not know of it yet.

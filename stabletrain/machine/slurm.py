@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stabletrain.errors import StabletrainError
 
-ENDED = frozenset(
+FINAL_STATES = frozenset(
     (
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
         *("PREEMPTED", "REVOKED", "TIMEOUT"),
@@ -30,7 +30,7 @@ def sbatch(script: Path) -> str:
     Raises:
         StabletrainError: Slurm refuses it; the message is its reason.
     """
-    return asked_of_slurm("sbatch", "--parsable", str(script)).strip().partition(";")[0]
+    return run_slurm("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
 def scancel(job: str) -> None:
@@ -39,7 +39,7 @@ def scancel(job: str) -> None:
     Raises:
         StabletrainError: Slurm refuses it; the message is its reason.
     """
-    asked_of_slurm("scancel", job)
+    run_slurm("scancel", job)
 
 
 def states() -> dict[tuple[str, int], str]:
@@ -51,16 +51,16 @@ def states() -> dict[tuple[str, int], str]:
         StabletrainError: Slurm does not answer; the message is its reason.
     """
     user = ["-u", str(os.getuid()), "-t", "all"]
-    lines = asked_of_slurm("squeue", "-h", "-r", *user, "-o", "%F %K %T").splitlines()
+    lines = run_slurm("squeue", "-h", "-r", *user, "-o", "%F %K %T").splitlines()
     words = [line.split() for line in lines]
     return {(job, int(task)): state for job, task, state in words if task.isdecimal()}
 
 
-def asked_of_slurm(*command: str) -> str:
+def run_slurm(*command: str) -> str:
     """Returns what one of Slurm's commands prints.
 
     Raises:
-        StabletrainError: it fails, or is not there.
+        StabletrainError: it fails, or is not installed.
     """
     # The user's own filters, such as SQUEUE_PARTITION, would hide tasks.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}

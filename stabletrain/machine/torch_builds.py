@@ -16,14 +16,14 @@ Capabilities".)
 import re
 from collections.abc import Sequence
 
-OLDEST = (5, 0)
+OLDEST_CAPABILITY = (5, 0)
 """The lowest compute capability in a build of PyTorch 2.11 or newer."""
 
-DEFAULT = (7, 5)
+DEFAULT_CAPABILITY = (7, 5)
 """The lowest compute capability in the default builds."""
 
-LEGACY = '"torch<2.15" torchvision --index-url https://download.pytorch.org/whl/cu126'
-"""What to type after `pip install` for GPUs older than that: PyTorch 2.14 for CUDA 12.6."""
+LEGACY_PACKAGES = '"torch<2.15" torchvision --index-url https://download.pytorch.org/whl/cu126'
+"""Arguments of `pip install` for GPUs below that: PyTorch 2.14 for CUDA 12.6."""
 
 ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
 
@@ -51,9 +51,9 @@ def covers(found: re.Match, capability: tuple[int, int]) -> bool:
 
 def install_command(capability: tuple[int, int]) -> str:
     """Returns the command that installs a build for a GPU; empty if there is none."""
-    if capability < OLDEST:
+    if capability < OLDEST_CAPABILITY:
         return ""
-    packages = LEGACY if capability < DEFAULT else "torch torchvision"
+    packages = LEGACY_PACKAGES if capability < DEFAULT_CAPABILITY else "torch torchvision"
     return f"pip install --upgrade --force-reinstall {packages}"  # pip takes the same version for CUDA 13 as installed
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.models.head import Head, TiedHead, for_product
+from stabletrain.models.head import Head, TiedHead, weight_for_product
 from stabletrain.models.layers import (
     GELUMLP,
     MLPS,
@@ -178,7 +178,7 @@ class GPT(nn.Module):
     def head_weight(self) -> Float[Tensor, "rows width"]:
         """Returns the head's weight as its product takes it: under autocast a padded copy, else the parameter."""
         own = self.embedding.weight if isinstance(self.head, TiedHead) else self.head.weight
-        return for_product(own, self.head.in_fp32)
+        return weight_for_product(own, self.head.in_fp32)
 
     def new_cache(self) -> list[KVCache]:
         """Returns an empty cache for each block; `forward` fills them."""

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-MULTIPLE = 64
-"""What the rows of the copy are padded to a multiple of."""
+ROWS_MULTIPLE = 64
+"""The rows of the copy are padded to a multiple of this."""
 
 
-def for_product(weight: Float[Tensor, "vocab width"], wide: bool = False) -> Float[Tensor, "rows width"]:
+def weight_for_product(weight: Float[Tensor, "vocab width"], wide: bool = False) -> Float[Tensor, "rows width"]:
     """Returns the weight as the product takes it: under autocast a copy in its dtype with zeros below, else itself.
 
     Args:
@@ -30,14 +30,14 @@ def for_product(weight: Float[Tensor, "vocab width"], wide: bool = False) -> Flo
     if wide or weight.dtype == torch.float64 or not autocast:
         return weight
     copy = weight.to(torch.get_autocast_dtype(kind))
-    missing = -len(weight) % MULTIPLE
+    missing = -len(weight) % ROWS_MULTIPLE
     return torch.cat([copy, copy.new_zeros(missing, weight.shape[1])]) if missing else copy
 
 
 def product(
     x: Float[Tensor, "*tokens width"], weight: Float[Tensor, "rows width"], vocab: int
 ) -> Float[Tensor, "*tokens vocab"]:
-    """Returns the logits of the first `vocab` rows of a weight from `for_product`."""
+    """Returns the logits of the first `vocab` rows of a weight from `weight_for_product`."""
     logits = F.linear(x, weight)
     return logits if len(weight) == vocab else logits[..., :vocab]
 
@@ -59,8 +59,8 @@ class Head(nn.Linear):
     def forward(
         self, input: Float[Tensor, "*tokens width"], weight: Float[Tensor, "rows width"] | None = None
     ) -> Float[Tensor, "*tokens vocab"]:
-        """Returns the logits; `weight` is from `for_product`, if it is already there."""
-        weight = for_product(self.weight, self.in_fp32) if weight is None else weight
+        """Returns the logits; `weight`, if given, is from `weight_for_product`."""
+        weight = weight_for_product(self.weight, self.in_fp32) if weight is None else weight
         return product(input, weight, self.out_features)
 
 
@@ -79,6 +79,6 @@ class TiedHead(nn.Module):
         embedding: Float[Tensor, "vocab width"],
         weight: Float[Tensor, "rows width"] | None = None,
     ) -> Float[Tensor, "*tokens vocab"]:
-        """Returns the logits; `weight` is the embedding from `for_product`, if it is already there."""
-        weight = for_product(embedding, self.in_fp32) if weight is None else weight
+        """Returns the logits; `weight`, if given, is the embedding from `weight_for_product`."""
+        weight = weight_for_product(embedding, self.in_fp32) if weight is None else weight
         return product(x, weight, len(embedding))

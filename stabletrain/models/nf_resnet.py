@@ -26,7 +26,7 @@ from stabletrain.errors import ConfigError
 RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
 """1 / std(relu(z)) for z ~ N(0, 1)."""
 
-LEAST = 1e-4
+SMALLEST_VARIANCE = 1e-4
 """Lower bound of fan_in var(w): a constant kernel gives 0 instead of 0/0, and gradients grow at most 100 times."""
 
 
@@ -54,7 +54,7 @@ class StandardisedConv2d(nn.Conv2d):
         # Even under autocast: in fp16 the square of a value below 2.4e-4 underflows to 0.
         weight = self.weight if self.weight.dtype == torch.float64 else self.weight.float()
         variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
-        scale = self.gain.view(-1, 1, 1, 1) * (self.fan_in * variance).clamp(min=LEAST).rsqrt()
+        scale = self.gain.view(-1, 1, 1, 1) * (self.fan_in * variance).clamp(min=SMALLEST_VARIANCE).rsqrt()
         return scale * (weight - mean)
 
     def forward(

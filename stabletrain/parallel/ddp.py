@@ -79,8 +79,10 @@ class DDP(Distributed):
     def wrap(self, model: nn.Module) -> None:
         """Wraps the model in DDP, which broadcasts rank 0's weights."""
         options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters, SYNC_BUFFERS: False}
+        # Buffers are not broadcast in each forward pass: `average_buffers_` makes them equal once, from all ranks.
         # The gradients are views of the buckets that are reduced: one copy of them less, in memory and in time.
         self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+        # The last moment in which a rank has gradients of its own: forensics compares them to find a faulty rank.
         self._wrapped.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     def wrapped(self, model: nn.Module) -> nn.Module:
@@ -92,10 +94,10 @@ class DDP(Distributed):
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Returns a context that averages gradients after the last micro-batch only."""
         assert self._wrapped is not None, "wrap(model) comes first"
-        return self._all_meet(model) if last else self._wrapped.no_sync()
+        return self._average_gradients(model) if last else self._wrapped.no_sync()
 
     @contextmanager
-    def _all_meet(self, model: nn.Module) -> Generator[None]:
+    def _average_gradients(self, model: nn.Module) -> Generator[None]:
         """Averages, and checks that every parameter got a gradient: DDP reduces a bucket only if it has all of its own.
 
         Raises:
@@ -122,6 +124,7 @@ class DDP(Distributed):
             # An error must not leave this hook: the other ranks wait for the bucket.
             kept = within_memory(lambda: {parameter: gradient.clone() for parameter, gradient in found})
             self._kept = None if kept is None else self._kept | kept
+        # In fp32: squares of fp16 gradients would overflow, and bf16 would round the sum to 8 bits.
         self._own.append(torch.linalg.vector_norm(bucket.buffer(), dtype=torch.float32))
         return allreduce_hook(group.WORLD, bucket)  # ty: ignore[invalid-argument-type]
 
@@ -140,24 +143,25 @@ class DDP(Distributed):
         own, self._own = self._own, []
         return torch.linalg.vector_norm(torch.stack(own)) if own else torch.zeros_like(norms.total)
 
-    def with_gradient(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
+    def with_grad_norm(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
         """Adds the norm of this rank's gradients."""
+        # The loss was multiplied by the world size before the backward pass (`scale_for_averaging`).
         return part._replace(grad_norm=grad_norm * factor / self.ranks.world_size)
 
     def find_divergence(self, state: TrainState) -> str:
         """Returns which ranks' replicas differ; empty if none does, or with `compare=false`."""
         return find_divergence(state) if self.compare else ""
 
-    def of_gradients(self, norms: GradNorms) -> Tensor:
+    def gradient_row(self, norms: GradNorms) -> Tensor:
         """Returns the gradient norm, which is the same on all ranks unless a reduction went wrong."""
         return norms.total[None]
 
-    def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
+    def norms_from_rows(self, norms: GradNorms, rows: Tensor) -> GradNorms:
         """Returns the largest norm over the ranks; NaN if any is NaN."""
         return GradNorms(total=torch.amax(rows[:, 0]), each=norms.each)
 
 
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of each element size in bytes."""
 
 
@@ -167,6 +171,7 @@ def find_divergence(state: TrainState) -> str:
     All ranks must call it, and all get the same answer.
     """
     mine = checksums(state)
+    # Every rank compares the same hashes, so all take the same branch, and gather the checksums together or not at all.
     hashes = all_gather_object(hashlib.sha256(repr(mine).encode()).hexdigest())
     return describe(hashes, all_gather_object(mine)) if len(set(hashes)) > 1 else ""
 
@@ -180,8 +185,10 @@ def checksums(state: TrainState) -> dict[str, int]:
     tensors, device = tensors_of(state), next(state.model.parameters()).device
     if not tensors:
         return {}
-    found = [tensor.view(WHOLE[tensor.element_size()]).sum(dtype=torch.int64).to(device) for tensor in tensors.values()]
-    return dict(zip(tensors, torch.stack(found).tolist(), strict=True))
+    found = [
+        tensor.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64).to(device) for tensor in tensors.values()
+    ]
+    return dict(zip(tensors, torch.stack(found).tolist(), strict=True))  # waits for the device once, not per tensor
 
 
 def tensors_of(state: TrainState) -> dict[str, Tensor]:
@@ -196,7 +203,7 @@ def tensors_of(state: TrainState) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
 
 
-def describe(hashes: Sequence[str], everyones: Sequence[Mapping[str, int]]) -> str:
+def describe(hashes: Sequence[str], by_rank: Sequence[Mapping[str, int]]) -> str:
     """Returns the message for states that differ.
 
     Args:
@@ -205,8 +212,8 @@ def describe(hashes: Sequence[str], everyones: Sequence[Mapping[str, int]]) -> s
     """
     common = max(set(hashes), key=lambda each: (hashes.count(each), -hashes.index(each)))
     others = [rank for rank, each in enumerate(hashes) if each != common]
-    right = everyones[hashes.index(common)]
-    names = [name for name in right if any(everyones[rank].get(name) != right[name] for rank in others)]
+    right = by_rank[hashes.index(common)]
+    names = [name for name in right if any(by_rank[rank].get(name) != right[name] for rank in others)]
     more = f" and {len(names) - 1} more of its tensors" if len(names) > 1 else ""
     where = f"'{names[0]}'{more} {'differ' if more else 'differs'}" if names else "it has other tensors"
     if 2 * hashes.count(common) > len(hashes):

@@ -37,8 +37,7 @@ class Distributed(SingleProcess):
         super().__init__(ranks)
         self.timeouts = timeouts
         self._signals: StopRequest | NoStopRequest = NoStopRequest()
-        self._wish, self._heard = "", False
-        self._learnt: list[Tensor] | None = None
+        self._stop_signal, self._stop_agreed = "", False
 
     def rows(self, size: int) -> slice:
         """Returns which samples of a batch of `size` samples belong to this rank."""
@@ -92,7 +91,7 @@ class Distributed(SingleProcess):
             value.copy_(largest.view_as(value))
 
     def on_any_rank(self, flag: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns 1 if a flag is 1 on any rank, else 0, and the first such rank; -1 if it is none, or all alike."""
+        """Returns 1 if a flag is 1 on any rank, else 0, and the first such rank; -1 if all flags are equal."""
         first, other = flag * (self.ranks.world_size - self.ranks.rank), 1 - flag
         self.max_over_ranks_([first, other])
         return (first > 0).float(), torch.where((first > 0) & (other > 0), self.ranks.world_size - first, -1)
@@ -105,16 +104,16 @@ class Distributed(SingleProcess):
         mine = (terms.total, *terms.parts.values(), checks.bad_data, checks.state_changed, checks.inputs)
         head = [
             number if isinstance(number, Tensor) else torch.full_like(terms.total, number)
-            for number in (*mine, checks.buffers, bool(self._wish))
+            for number in (*mine, checks.buffers, bool(self._stop_signal))
         ]
-        row = torch.cat([torch.stack(head).float(), self.of_gradients(norms)])
+        row = torch.cat([torch.stack(head).float(), self.gradient_row(norms)])
         rows = row.new_empty(self.ranks.world_size * row.numel())
         all_gather_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)
         # Every rank computes the same from the same rows, so all verdicts agree bit for bit.
         losses = 1 + len(terms.parts)
         total, *parts = rows[:, :losses].sum(dim=0).unbind()
-        bad, changed, inputs, buffers, wish = rows[:, losses : len(head)].unbind(dim=1)
+        bad, changed, inputs, buffers, stops = rows[:, losses : len(head)].unbind(dim=1)
         # The culprit is the first rank with bad data, a changed state or a non-finite number of its own; -1 for none.
         culprits = (bad > 0) | (changed > 0) | ~torch.isfinite(rows[:, : len(mine)]).all(dim=1)
         first = torch.where(culprits.any(), culprits.float().argmax(), -1)
@@ -124,23 +123,23 @@ class Distributed(SingleProcess):
             buffers=buffers.amax(),
             state_changed=changed.amax(),
             recheck=checks.recheck,  # it is the same on every rank already
-            stop=(wish > 0).any(),
+            stop=(stops > 0).any(),
             rank=first,
             own=OwnNumbers(terms.total, self.own_grad_norm(norms)),
         )
         all_terms = LossTerms(total, dict(zip(terms.parts, parts, strict=True)))
-        return all_terms, self.norms_of(norms, rows[:, len(head) :]), met
+        return all_terms, self.norms_from_rows(norms, rows[:, len(head) :]), met
 
-    def of_gradients(self, norms: GradNorms) -> Tensor:
+    def gradient_row(self, norms: GradNorms) -> Tensor:
         """Returns the row's numbers about the gradients."""
         raise NotImplementedError
 
-    def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
+    def norms_from_rows(self, norms: GradNorms, rows: Tensor) -> GradNorms:
         """Returns the norms of the whole gradient, from those numbers of all ranks."""
         raise NotImplementedError
 
     def set_timeout(self, *, started: bool) -> None:
-        """Sets it for all process groups. Call it with `started` only when every rank has done its first step."""
+        """Sets the timeout of all process groups; `started` only after every rank has done its first step."""
         if self.timeouts is not None:
             set_timeout(self.timeouts.steady if started else self.timeouts.start)
 
@@ -160,10 +159,10 @@ class Distributed(SingleProcess):
         if own is None:
             return None
         part = RankPart(self.ranks.rank, factor * float(own.loss))
-        return self.with_gradient(part, float(own.grad_norm), factor / loss_scale)
+        return self.with_grad_norm(part, float(own.grad_norm), factor / loss_scale)
 
-    def with_gradient(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
-        """Adds what is known of the gradient: `grad_norm` of `OwnNumbers`, and the factor between it and a replay's."""
+    def with_grad_norm(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
+        """Adds the gradient norm: `grad_norm` is that of `OwnNumbers`, `factor` converts it to a replay's."""
         raise NotImplementedError
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
@@ -203,12 +202,12 @@ class Distributed(SingleProcess):
 
     def request_stop(self, signals: StopRequest | NoStopRequest) -> None:
         """Puts a request to stop into the next step's row."""
-        self._signals, self._wish = signals, signals.name
+        self._signals, self._stop_signal = signals, signals.name
 
     def note_stop(self, stop: bool) -> None:
         """Remembers the request until the run stops."""
-        self._heard = self._heard or stop
+        self._stop_agreed = self._stop_agreed or stop
 
     def stopping(self, signal: str) -> str:
         """Returns the signal to stop for; empty until every rank has read that one of them was asked to stop."""
-        return (signal or "a signal to another rank") if self._heard else ""
+        return (signal or "a signal to another rank") if self._stop_agreed else ""

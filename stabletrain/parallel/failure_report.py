@@ -18,19 +18,19 @@ from typing import Any
 from stabletrain.errors import RankLost
 from stabletrain.parallel.ranks import Ranks, connection_error, timeout
 
-PATIENCE = 2.0
+REPORT_WAIT = 2.0
 """Seconds to wait for the report of a rank whose connections were closed."""
 
-AT_ONCE = 1.0
+LOOK_INTERVAL = 1.0
 """Seconds that a rank waits for its device before it looks for lost ranks, and between two such looks."""
 
-ANY = "any"
-"""Stands for the rank in the place where any rank publishes its end: the others then need a single look."""
+ANY_RANK = "any"
+"""Key, in place of a rank, under which any rank publishes its end, so that the others look only once."""
 
-MARGIN = 10.0
+KILL_MARGIN = 10.0
 """Seconds before torchrun kills this rank in which it can still report why."""
 
-LENGTH = 300
+LONGEST_MESSAGE = 300
 """Maximum length of a message in characters."""
 
 
@@ -48,10 +48,10 @@ def publish_failure(ranks: Ranks, error: BaseException) -> None:
 def publish_end(ranks: Ranks) -> None:
     """Publishes that this rank's process ends after a failure. (In a sweep, a failed run does not end it.)"""
     if ranks.distributed:
-        put(ranks, "ended", str(ranks.rank), ANY)
+        put(ranks, "ended", str(ranks.rank), ANY_RANK)
 
 
-def wait_or_lose_rank(event: Any, ranks: Ranks, told_to_end: Callable[[], bool]) -> None:
+def wait_or_lose_rank(event: Any, ranks: Ranks, sigterm_arrived: Callable[[], bool]) -> None:
     """Waits until the device has reached a CUDA event.
 
     A collective of NCCL that waits for a lost rank does not fail, and `event.synchronize()` would wait with it until
@@ -66,17 +66,17 @@ def wait_or_lose_rank(event: Any, ranks: Ranks, told_to_end: Callable[[], bool])
         RankLost: another rank has ended. Or SIGTERM has arrived and this rank is about to be killed: it may have lost
             one on another machine.
     """
-    look, kill, processes = time.monotonic() + AT_ONCE, float("inf"), None
+    look, kill, processes = time.monotonic() + LOOK_INTERVAL, float("inf"), None
     while not event.query():
         if (now := time.monotonic()) < look:
             time.sleep(0.0005 if processes is None else 0.02)
             continue
-        look = now + AT_ONCE
-        if told_to_end():
-            kill = min(kill, now + seconds_to_end() - MARGIN)
+        look = now + LOOK_INTERVAL
+        if sigterm_arrived():
+            kill = min(kill, now + seconds_to_end() - KILL_MARGIN)
         if processes is None:
             processes = processes_here(ranks)
-        lost = get(ranks, "ended", ANY) or not all(map(lives, processes)) or now >= kill
+        lost = get(ranks, "ended", ANY_RANK) or not all(map(is_alive, processes)) or now >= kill
         if lost and not event.query():
             raise RankLost(describe_lost_rank(ranks))
 
@@ -120,21 +120,21 @@ def says_how_to_continue(ranks: Ranks) -> bool:
     if not ranks.is_main and get(ranks, "last", 0):
         return False  # rank 0 says why it ends
     with suppress(Exception):  # the store counts the ranks that have asked
-        return register().add(f"stabletrain/{ranks.restarts}/continue", 1) == 1
+        return store().add(f"stabletrain/{ranks.restarts}/continue", 1) == 1
     return ranks.local_rank == 0  # the store is gone, with the machine that ran it: once on each other machine
 
 
 def describe_lost_rank(ranks: Ranks) -> str:
-    """Describes which other rank has ended and why. Waits up to `PATIENCE` seconds for its report."""
+    """Describes which other rank has ended and why. Waits up to `REPORT_WAIT` seconds for its report."""
     others, here = [rank for rank in range(ranks.world_size) if rank != ranks.rank], platform.node()
     places = {rank: get(ranks, "at", rank).partition(" ") for rank in others}
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + REPORT_WAIT
     while True:
         for rank in others:
             if why := get(ranks, "last", rank):
                 return f"rank {rank} of {ranks.world_size} has ended: {why}"
         for rank, (host, _, process) in places.items():
-            if host == here and not lives(process):
+            if host == here and not is_alive(process):
                 return (
                     f"rank {rank} of {ranks.world_size} (process {process} on {host}) has ended without an error "
                     "message: it was killed, or it crashed outside of Python"
@@ -147,7 +147,7 @@ def describe_lost_rank(ranks: Ranks) -> str:
     return f"another rank no longer responds, {who}"
 
 
-def lives(process: str) -> bool:
+def is_alive(process: str) -> bool:
     """Returns whether a process of this machine still runs. A zombie counts as ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -156,26 +156,26 @@ def lives(process: str) -> bool:
 
 
 def put(ranks: Ranks, what: str, text: str, of: int | str | None = None) -> None:
-    """Publishes a message of this rank, or of what `of` says; ignores all errors."""
+    """Publishes a message of this rank, or under the key `of`; ignores all errors."""
     with suppress(Exception):
-        register().set(key(ranks, what, ranks.rank if of is None else of), " ".join(text.split())[:LENGTH])
+        store().set(key(ranks, what, ranks.rank if of is None else of), " ".join(text.split())[:LONGEST_MESSAGE])
 
 
 def get(ranks: Ranks, what: str, of: int | str) -> str:
     """Returns the message of a rank; empty if there is none, or if the store is gone."""
     with suppress(Exception):
         name = key(ranks, what, of)
-        return register().get(name).decode() if register().check([name]) else ""
+        return store().get(name).decode() if store().check([name]) else ""
     return ""
 
 
 def key(ranks: Ranks, what: str, of: int | str) -> str:
-    """Returns where a message is published; after a restart of all ranks it is another place."""
+    """Returns where a message is published; another place after each restart of all ranks."""
     return f"stabletrain/{ranks.restarts}/{what}/{of}"
 
 
 @cache
-def register() -> Any:
+def store() -> Any:
     """Returns the store at the address that torchrun gives."""
     from torch.distributed import TCPStore
 

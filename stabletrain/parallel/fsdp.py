@@ -19,7 +19,7 @@ from stabletrain.parallel.ranks import Ranks, Timeouts
 from stabletrain.parallel.whole import GatheredState, WholeState
 from stabletrain.records import GradNorms, RankPart
 
-ABLE: Mapping[str, tuple[str, ...]] = {
+SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "sgd"),
     "clipping": ("none", "norm", "zclip"),
     "qkclip": ("none",),
@@ -51,7 +51,7 @@ class FSDP(Distributed):
         Raises:
             ConfigError: one is chosen; names it and the alternatives.
         """
-        for group, able in ABLE.items():
+        for group, able in SUPPORTED.items():
             if (chosen := choices.get(group)) is not None and chosen not in able:
                 raise ConfigError(
                     f"{group}={chosen} needs whole tensors, but parallel=fsdp shards them across the ranks: use "
@@ -89,16 +89,16 @@ class FSDP(Distributed):
         """Returns states whose weights can be gathered on every rank; all ranks must do so together."""
         return GatheredState(model, older, model_factory, self.ranks)
 
-    def with_gradient(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
+    def with_grad_norm(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
         """Adds the norm of this rank's shards. They belong to the sum over all ranks, so no factor applies."""
         del factor
         return part._replace(shard_norm=grad_norm)
 
-    def of_gradients(self, norms: GradNorms) -> Tensor:
+    def gradient_row(self, norms: GradNorms) -> Tensor:
         """Returns the squared norm of this rank's shard of every tensor."""
         return norms.each.square()
 
-    def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
+    def norms_from_rows(self, norms: GradNorms, rows: Tensor) -> GradNorms:
         """Returns the norms from the sums of the squares over the ranks."""
         each = rows.sum(dim=0).sqrt()
         return GradNorms(total=torch.linalg.vector_norm(each), each=each)

@@ -1,6 +1,6 @@
 """Which network interface the ranks of several machines use for gloo.
 
-By itself, gloo takes the address of the machine's own name. On many clusters that is 127.0.1.1, or an address in a
+By default, gloo takes the address of the machine's own name. On many clusters that is 127.0.1.1, or an address in a
 network for management. The ranks have met at `MASTER_ADDR`, so the interface towards it connects them.
 """
 
@@ -10,7 +10,7 @@ import socket
 import struct
 from collections.abc import Mapping
 
-VARIABLE = "GLOO_SOCKET_IFNAME"
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Names the interface that gloo uses."""
 
 GET_ADDRESS = 0x8915
@@ -19,8 +19,8 @@ GET_ADDRESS = 0x8915
 
 def choose_interface() -> None:
     """Sets the interface that gloo uses in this process, unless the user has set it or it is not known."""
-    if VARIABLE not in os.environ and (found := interface(os.environ)):
-        os.environ[VARIABLE] = found
+    if INTERFACE_VARIABLE not in os.environ and (found := interface(os.environ)):
+        os.environ[INTERFACE_VARIABLE] = found
 
 
 def interface(environment: Mapping[str, str]) -> str:

@@ -18,15 +18,15 @@ def auto(find_unused_parameters: bool, compare: bool, start_timeout: float, time
 
 def ddp(find_unused_parameters: bool, compare: bool, start_timeout: float, timeout: float) -> DDP:
     """Returns DDP; needs torchrun."""
-    return DDP(started("ddp"), find_unused_parameters, compare, Timeouts(start_timeout, timeout))
+    return DDP(launched_ranks("ddp"), find_unused_parameters, compare, Timeouts(start_timeout, timeout))
 
 
 def fsdp(reshard_after_forward: bool, start_timeout: float, timeout: float) -> FSDP:
     """Returns FSDP2; needs torchrun."""
-    return FSDP(started("fsdp"), reshard_after_forward, Timeouts(start_timeout, timeout))
+    return FSDP(launched_ranks("fsdp"), reshard_after_forward, Timeouts(start_timeout, timeout))
 
 
-def started(name: str) -> Ranks:
+def launched_ranks(name: str) -> Ranks:
     """Returns the ranks that torchrun started.
 
     Raises:

@@ -19,7 +19,7 @@ from stabletrain.errors import ConfigError
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=15)
-"""How long a rank waits for the others until the configuration is read, which says how long from then on."""
+"""How long a rank waits for the others before the configuration is read, which sets the time after that."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ def join_process_group(ranks: Ranks) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     # A rank whose configuration is refused leaves at once. Without a barrier it could close its sockets while another
     # one still connects, which would then fail with an error about sockets.
-    with variable("TORCH_DIST_INIT_BARRIER", "1"):
+    with default_variable("TORCH_DIST_INIT_BARRIER", "1"):
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=TIMEOUT)
 
 
 @contextlib.contextmanager
-def variable(name: str, value: str) -> Generator[None]:
+def default_variable(name: str, value: str) -> Generator[None]:
     """A context in which an environment variable has a value, unless the user has set it."""
     added = name not in os.environ
     if added:
@@ -124,7 +124,7 @@ def exit_process(code: int) -> NoReturn:
     """Ends this process with `code`, without aborting in the interpreter's shutdown."""
     # A gloo thread that still holds a tensor aborts the process during the interpreter's shutdown. A run that finished
     # would count as crashed, and torchrun would end the other ranks (pytorch/pytorch#190489). So skip the shutdown, and
-    # do only what is needed of it: wait for threads, call `atexit` functions, flush the output.
+    # run only its necessary parts: wait for threads, call `atexit` functions, flush the output.
     if current_ranks().launched:
         threading._shutdown()  # ty: ignore[missing-attribute]  no stub knows it
         atexit._run_exitfuncs()
@@ -137,7 +137,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def drop_unread_output() -> None:
-    """Flushes standard output, and discards what is left of it if the reader has closed the pipe, as `head` does."""
+    """Flushes standard output, and discards the rest if the reader has closed the pipe, as `head` does."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # otherwise the interpreter's shutdown reports it, and exits with 120
@@ -191,7 +191,7 @@ def run_on_main(ranks: Ranks, work: Callable[[], T], otherwise: Callable[[], T] 
     return cast("T", value) if ranks.is_main else otherwise()
 
 
-GONE = (
+CONNECTION_LOST = (
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
@@ -206,7 +206,7 @@ def connection_error(error: BaseException) -> str:
     """Returns the message of an error that means a lost connection to another rank; empty for any other error."""
     text = " ".join(str(error).split())
     of_ranks = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistError") or "gloo" in text.lower()
-    heard = isinstance(error, RuntimeError) and of_ranks and any(sign in text.lower() for sign in GONE)
+    heard = isinstance(error, RuntimeError) and of_ranks and any(sign in text.lower() for sign in CONNECTION_LOST)
     return text[:160] if heard else ""
 
 
@@ -227,16 +227,16 @@ def all_gather_tensor(gathered: Any, values: Any, group: Any = None) -> None:
     gather(gathered, values, group=group)
 
 
-_BY_HOST: list[Any] = []
+_HOST_GROUP: list[Any] = []
 
 
 def host_group() -> Any:
     """Returns a gloo group over the hosts' network, for Python objects when the default group may be NCCL."""
     import torch.distributed as dist
 
-    if not _BY_HOST:
-        _BY_HOST.append(dist.new_group(backend="gloo", timeout=timeout()))
-    return _BY_HOST[0]
+    if not _HOST_GROUP:
+        _HOST_GROUP.append(dist.new_group(backend="gloo", timeout=timeout()))
+    return _HOST_GROUP[0]
 
 
 _TIMEOUT = [TIMEOUT]

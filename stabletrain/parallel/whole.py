@@ -2,7 +2,7 @@
 
 With one process or DDP, every rank has them. With FSDP they are gathered on every rank:
 
-    check            compares the memory that this takes with what is free; nothing is allocated
+    check            compares the memory that this takes with the free memory; allocates nothing
     prepare          allocates the memory
     gather           communicates
 
@@ -24,14 +24,14 @@ from stabletrain.errors import StabletrainError
 from stabletrain.machine.memory import free_host_memory
 from stabletrain.parallel.ranks import Ranks, all_gather_tensor, host_group
 
-COPIES = 5
+WEIGHTS_IN_REPLAY = 5
 """Free memory that replays need, in multiples of the weights: the model, a copy, gradients and working memory."""
 
 GB = 1e9
 
 
 def free_on_card() -> float:
-    """Returns the bytes that are free on the card, those that PyTorch has reserved and does not use included."""
+    """Returns the free bytes of the card, including those that PyTorch has reserved but does not use."""
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return float(torch.cuda.mem_get_info()[0] + unused)
 
@@ -52,7 +52,7 @@ class WholeState:
         self._model, self._older = model, older
 
     def check(self) -> None:
-        """Raises NotEnoughMemory if this rank cannot hold what is gathered."""
+        """Raises NotEnoughMemory if this rank cannot hold the gathered state."""
 
     def prepare(self) -> None:
         """Allocates what `gather` needs."""
@@ -99,11 +99,11 @@ class GatheredState(WholeState):
         buffer = sum(Gather.sizes(parameters, self._ranks.world_size))
         host = weights + buffer  # a model is created on the host, and the older state stays there
         if parameters[0].device.type == "cuda":
-            require("the card", COPIES * weights, free_on_card())
+            require_memory("the card", WEIGHTS_IN_REPLAY * weights, free_on_card())
         else:
-            host += COPIES * weights
+            host += WEIGHTS_IN_REPLAY * weights
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self._ranks.world_size))
-        require(f"the host, for the {here} ranks of this machine together", here * host, free_host_memory())
+        require_memory(f"the host, for the {here} ranks of this machine together", here * host, free_host_memory())
 
     def prepare(self) -> None:
         """Creates the model that receives the weights, and the buffers to send and receive them."""
@@ -124,7 +124,7 @@ class GatheredState(WholeState):
         return self._copy
 
     def prepare_older(self) -> None:
-        """Looks the older state up, and allocates host memory for its weights."""
+        """Finds the older state, and allocates host memory for its weights."""
         tree = self._older()
         if tree is None:
             return
@@ -144,7 +144,7 @@ class GatheredState(WholeState):
         return self._tree
 
 
-def require(where: str, needed: float, free: float) -> None:
+def require_memory(where: str, needed: float, free: float) -> None:
     """Raises NotEnoughMemory if less than `needed` bytes are free."""
     if free < needed:
         raise NotEnoughMemory(
@@ -188,25 +188,25 @@ class Gather:
                 continue
             send, receive = self._send[:size], self._receive[: self._count * size]
             try:
-                self._fill(send, shard)
+                self._pack(send, shard)
             except Exception as error:
                 raised = raised or error
             all_gather_tensor(receive, send, host_group())
             try:
-                self._take(receive, shard, self._targets[name])
+                self._unpack(receive, shard, self._targets[name])
             except Exception as error:
                 raised = raised or error
         if raised is not None:
             raise raised
 
-    def _fill(self, send: Tensor, shard: Any) -> None:
+    def _pack(self, send: Tensor, shard: Any) -> None:
         """Copies this rank's shard into the buffer. The rest of the buffer pads it to the size of the largest shard."""
         local = local_part(shard)
         if local.numel():
             whole = local.contiguous().flatten().view(torch.uint8)
             send[: whole.numel()].copy_(whole)
 
-    def _take(self, receive: Tensor, shard: Any, target: Tensor) -> None:
+    def _unpack(self, receive: Tensor, shard: Any, target: Tensor) -> None:
         """Copies the gathered rows into the target."""
         local = local_part(shard)
         size = math.prod(shard.shape) * local.element_size()

@@ -23,7 +23,7 @@ GPT2_STD = 0.02
 TRUNCATION = 2.0
 """Bound of `fan_in`'s truncated normal, in standard deviations of the normal before truncation."""
 
-REMAINS = math.sqrt(
+STD_AFTER_TRUNCATION = math.sqrt(
     1 - math.sqrt(2 / math.pi) * TRUNCATION * math.exp(-(TRUNCATION**2) / 2) / math.erf(TRUNCATION / math.sqrt(2))
 )
 """Standard deviation of the unit normal after truncation: 0.8796."""
@@ -65,7 +65,7 @@ class GPT2Init:
             ConfigError: the model lists no residual projections.
         """
         residual = projections(model, "gpt2")
-        for module in written(model, "gpt2"):
+        for module in layers_to_write(model, "gpt2"):
             fill(module, self.std / len(residual) ** 0.5 if module in residual else self.std)
 
 
@@ -91,7 +91,7 @@ class NormalInit:
         Raises:
             ConfigError: the model has no layer that an init writes.
         """
-        for module in written(model, "normal"):
+        for module in layers_to_write(model, "normal"):
             fill(module, self.std)
 
 
@@ -110,7 +110,7 @@ class FanInInit:
         Raises:
             ConfigError: the model has no layer that an init writes.
         """
-        for module in written(model, "fan_in"):
+        for module in layers_to_write(model, "fan_in"):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 fill(module, module.embedding_dim**-0.5)
             else:
@@ -148,7 +148,7 @@ class SmallInit:
                 f"about {tokens.embedding_dim**0.5:.0f}: use model.tied_head=false, or init=gpt2"
             )
         std = math.sqrt(2 / (5 * tokens.embedding_dim))
-        for module in written(model, "small"):
+        for module in layers_to_write(model, "small"):
             fill(module, 1.0 if module is tokens else std / len(residual) ** 0.5 if module in residual else std)
 
 
@@ -181,7 +181,7 @@ class ZeroResidualInit:
                 f"init=zero_residual does nothing: the residual gains of {type(model).__name__} are 0 already; "
                 "use init=torch"
             )
-        for module in written(model, "zero_residual") if residual else []:
+        for module in layers_to_write(model, "zero_residual") if residual else []:
             fill(module, 0.0 if module in residual else GPT2_STD)
         for gain in gains:
             gain.zero_()
@@ -213,7 +213,7 @@ def projections(model: nn.Module, init: str) -> set[nn.Module]:
     )
 
 
-def written(model: nn.Module, init: str) -> list:
+def layers_to_write(model: nn.Module, init: str) -> list:
     """Returns the linear layers, convolutions and embeddings of `model`, in the order of `model.modules()`.
 
     Raises:
@@ -239,11 +239,12 @@ def fill(module: nn.Module, std: float, truncated: bool = False) -> None:
     """Draws the weight of `module` from N(0, std), or from a truncated normal of that std; sets its bias to 0."""
     weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
     if truncated:
-        bound = TRUNCATION * std / REMAINS
-        nn.init.trunc_normal_(weight, std=std / REMAINS, a=-bound, b=bound)
+        bound = TRUNCATION * std / STD_AFTER_TRUNCATION
+        nn.init.trunc_normal_(weight, std=std / STD_AFTER_TRUNCATION, a=-bound, b=bound)
     else:
         weight.normal_(0.0, std)
     if bias is not None:
         bias.zero_()
+    # PyTorch gives the padding row no gradient: what is written here would stay.
     if (row := getattr(module, "padding_idx", None)) is not None:
         weight[row].zero_()

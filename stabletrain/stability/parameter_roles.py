@@ -46,6 +46,7 @@ def decayed(model: nn.Module, weight_decay: float, leave_out: Collection[Tensor]
     A weight shared by an embedding and the head counts as an embedding. Frozen parameters and those in `leave_out` are
     in neither group; an empty group is omitted.
     """
+    # By identity, because `==` of tensors compares their values.
     tables, absent = {id(m.weight) for m in embeddings(model)}, {id(p) for p in leave_out}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in absent]
     with_decay = [p for p in trained if p.ndim >= 2 and id(p) not in tables]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stabletrain.errors import ConfigError
 from stabletrain.records import LOGITS_AT_ONCE
 
-QUERIES = 128
+QUERY_BLOCK = 128
 """The queries measured at once are a multiple of this."""
 
 
@@ -50,7 +50,7 @@ class LogitMeter(nn.Module):
             return
         seen, found = self.get_buffer("max_logit"), []
         batch, head, time, dim = q.shape
-        rows = max(QUERIES, LOGITS_AT_ONCE // max(batch * head * time, 1) // QUERIES * QUERIES)
+        rows = max(QUERY_BLOCK, LOGITS_AT_ONCE // max(batch * head * time, 1) // QUERY_BLOCK * QUERY_BLOCK)
         with torch.autocast(q.device.type, enabled=False):
             keys = k.float().transpose(-2, -1)
             for start in range(0, time, rows):
@@ -117,6 +117,7 @@ class QKClip:
                 continue
             seen = meter.get_buffer("max_logit")
             past = gate & torch.isfinite(seen) & (seen > self.max_logit)
+            # Queries and keys each take the root, so that their product takes the whole factor.
             root = torch.where(past, self.max_logit / seen, 1.0).sqrt()
             for projection in (attention.get_submodule("query"), attention.get_submodule("key")):
                 for parameter in projection.parameters():  # weight [width, n_embd] and bias [width]: head by head

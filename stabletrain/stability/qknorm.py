@@ -3,8 +3,8 @@
     q <- norm(q) * gain,   k <- norm(k) * gain        over the head dimension, before RoPE and the dot product
 
 With gains of 1, |q| and |k| are at most sqrt(d), so no attention logit q·k / sqrt(d) exceeds sqrt(d), however large the
-weights become. Growth of these logits is what makes transformers diverge at high learning rates (arXiv 2309.14322,
-section 3.1; first in arXiv 2302.05442).
+weights become. The growth of these logits makes transformers diverge at high learning rates (arXiv 2309.14322, section
+3.1; first in arXiv 2302.05442).
 
 A kind of QK-norm is called with the head dimension and returns one module. A model creates one for the queries and one
 for the keys of each attention.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stabletrain.records import IGNORE_INDEX, Batch, Number
 
-LARGEST = torch.finfo(torch.float32).max
+LARGEST_FLOAT = torch.finfo(torch.float32).max
 """Bound of targets that have no other: below it a number is finite."""
 
 
@@ -43,6 +43,7 @@ class Sanitizer:
         if self.vocab_size is None or inputs.is_complex() or inputs.dtype == torch.bool:
             return inputs, 0.0, False
         largest_id = min(self.vocab_size - 1, torch.iinfo(inputs.dtype).max)
+        # Always clamp, and compare afterwards: a branch on the result would wait for the device.
         safe = inputs.clamp(0, largest_id)
         return safe, 0.0, (safe != inputs).any()
 
@@ -58,7 +59,7 @@ class Sanitizer:
         """
         if targets.is_floating_point():
             smallest, largest = targets.aminmax()  # NaN if any value is
-            low, high = (-LARGEST, LARGEST) if classes is None else (0, classes - 1)
+            low, high = (-LARGEST_FLOAT, LARGEST_FLOAT) if classes is None else (0, classes - 1)
             return targets, ~((smallest >= low) & (largest <= high))
         if classes is None:
             return targets, torch.zeros((), dtype=torch.bool, device=targets.device)

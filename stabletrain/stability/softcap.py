@@ -18,8 +18,11 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 
-Queries, Keys = Float[Tensor, "batch head query dim"], Float[Tensor, "batch head key dim"]
-"""Queries and outputs of attention, and its keys and values."""
+Queries = Float[Tensor, "batch head query dim"]
+"""Queries and outputs of attention."""
+
+Keys = Float[Tensor, "batch head key dim"]
+"""Keys and values of attention."""
 
 
 def softcap(x: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
@@ -75,6 +78,7 @@ class Gemma2Softcap:
 
     def attend(self, q: Queries, k: Keys, v: Keys, *, is_causal: bool, dropout_p: float) -> Queries:
         """Returns `softmax(softcap(q k^T / sqrt(dim))) v`, in the dtype of `v`, with the softmax in fp32."""
+        # Scale the queries before the product, as fused attention does: in fp16 an unscaled product may overflow.
         scores = softcap((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), self.attention_cap)
         if is_causal:  # mask after the cap, because the cap would turn -inf into a finite score
             scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], q.device), -torch.inf)

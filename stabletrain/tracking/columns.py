@@ -46,137 +46,81 @@ class Column(NamedTuple):
         dtype: pandas dtype; empty if only the table has the column.
         text: formats a value for the table.
         head: heading in the table; empty if the table does not have the column.
-        page_head: heading on the page; empty if the page does not have the column.
         about: explanation on the page.
         page: flags for the page's table; `high` sorts in descending order first.
         summary: keys in the summary of a W&B run.
         higher_is_better: whether the table sorts the column in descending order.
+        on_page: heading on the page; None for that of the table, empty if the page does not have the column.
     """
 
     name: str
     dtype: str
     text: Callable[[Any], str] = as_text
     head: str = ""
-    page_head: str = ""
     about: str = ""
     page: tuple[str, ...] = ()
     summary: tuple[str, ...] = ()
     higher_is_better: bool = False
+    on_page: str | None = None
+
+    @property
+    def page_head(self) -> str:
+        """Heading on the page; empty if the page does not have the column."""
+        return self.head if self.on_page is None else self.on_page
 
 
 HIGH = ("high",)
+
+LR_ALONE = "to the learning rate, over runs that differ only in learning rate and seed"
+SPIKY = "fraction of steps whose loss was a spike, or that were skipped as a spike"
+HEALED = "halts after which the run went on with a fix that it had tried"
+SPEED, MFU = "tokens, images or samples per second", "model FLOP/s as a fraction of the card's peak"
 
 COLUMNS = {
     column.name: column
     for column in (
         Column("run", "object"),
-        Column("sweep", "object", head="sweep", page_head="sweep"),
-        Column("status", "object", head="status", page_head="status", page=("status",)),
-        Column("problem", "object", page_head="note"),
-        Column("steps", "Int64", head="steps", page_head="steps", page=HIGH),
-        Column("val_loss", "float64", digits(4), "val loss", "val loss", "last value, nats", summary=("val/loss",)),
-        Column("best_val_loss", "float64", digits(4), "best", "best val loss", summary=("best/val_loss",)),
-        Column("best_step", "Int64", page_head="at step", about="step of the best validation loss"),
+        Column("sweep", "object", head="sweep"),
+        Column("status", "object", head="status", page=("status",)),
+        Column("problem", "object", on_page="note"),
+        Column("steps", "Int64", head="steps", page=HIGH),
+        Column("val_loss", "float64", digits(4), "val loss", "last value, nats", summary=("val/loss",)),
+        Column("best_val_loss", "float64", digits(4), "best", summary=("best/val_loss",), on_page="best val loss"),
+        Column("best_step", "Int64", about="step of the best validation loss", on_page="at step"),
+        Column("val_accuracy", "float64", percent, "accuracy", "", HIGH, ("val/accuracy",), True, "val accuracy"),
+        Column("loss_at_init", "float64", on_page="loss at init"),
+        Column("diverged", "bool", head="diverged", page=HIGH),
+        Column("sensitivity", "float64", digits(3), "sensitivity", LR_ALONE),
+        Column("spike_score", "float64", percent, "spikes", SPIKY, HIGH, ("spike/score",), on_page="spike score"),
         Column(
-            "val_accuracy",
-            "float64",
-            percent,
-            "accuracy",
-            "val accuracy",
-            page=HIGH,
-            summary=("val/accuracy",),
-            higher_is_better=True,
+            "skips", "Int64", as_text, "skips", "skipped steps, whose update was not applied", HIGH, ("guard/skipped",)
         ),
-        Column("loss_at_init", "float64", page_head="loss at init"),
-        Column("diverged", "bool", head="diverged", page_head="diverged", page=HIGH),
+        Column("rollbacks", "Int64", head="rollbacks", page=HIGH, summary=("guard/rollbacks",)),
+        Column("healings", "Int64", as_text, "healings", HEALED, HIGH),
+        Column("incidents", "Int64", head="incidents", page=HIGH),
+        Column("cause", "object", head="first cause", summary=("incident/cause",)),
+        Column("forecasts", "Int64", as_text, "forecasts", "times trouble was foretold", HIGH),
         Column(
-            "sensitivity",
-            "float64",
-            digits(3),
-            "sensitivity",
-            "sensitivity",
-            "to the learning rate, over runs that differ only in learning rate and seed",
+            "units_per_s", "float64", thousands, "/s", SPEED, HIGH, ("tokens_per_s", "images_per_s"), True, "units/s"
         ),
-        Column(
-            "spike_score",
-            "float64",
-            percent,
-            "spikes",
-            "spike score",
-            "fraction of steps whose loss was a spike, or that were skipped as a spike",
-            HIGH,
-            ("spike/score",),
-        ),
-        Column(
-            "skips",
-            "Int64",
-            as_text,
-            "skips",
-            "skips",
-            "skipped steps, whose update was not applied",
-            HIGH,
-            ("guard/skipped",),
-        ),
-        Column(
-            "rollbacks",
-            "Int64",
-            head="rollbacks",
-            page_head="rollbacks",
-            page=HIGH,
-            summary=("guard/rollbacks",),
-        ),
-        Column(
-            "healings",
-            "Int64",
-            head="healings",
-            page_head="healings",
-            about="halts after which the run went on with a fix that it had tried",
-            page=HIGH,
-        ),
-        Column("incidents", "Int64", head="incidents", page_head="incidents", page=HIGH),
-        Column("cause", "object", head="first cause", page_head="first cause", summary=("incident/cause",)),
-        Column(
-            "forecasts", "Int64", head="forecasts", page_head="forecasts", about="times trouble was foretold", page=HIGH
-        ),
-        Column(
-            "units_per_s",
-            "float64",
-            thousands,
-            "/s",
-            "units/s",
-            "tokens, images or samples per second",
-            HIGH,
-            ("tokens_per_s", "images_per_s"),
-            higher_is_better=True,
-        ),
-        Column("unit", "object", page_head="unit"),
-        Column(
-            "mfu",
-            "float64",
-            percent,
-            "MFU",
-            "MFU",
-            "model FLOP/s as a fraction of the card's peak",
-            HIGH,
-            ("throughput/mfu",),
-            higher_is_better=True,
-        ),
+        Column("unit", "object", on_page="unit"),
+        Column("mfu", "float64", percent, "MFU", MFU, HIGH, ("throughput/mfu",), True),
         Column(
             "peak_memory_gb",
             "float64",
             three_digits,
             "peak GB",
-            "memory, GB",
             "peak memory, in 1e9 bytes",
             HIGH,
             ("memory/peak_gb",),
+            on_page="memory, GB",
         ),
-        Column("card", "object", head="card", page_head="card", summary=("card",)),
-        Column("precision", "object", head="precision", page_head="precision"),
+        Column("card", "object", head="card", summary=("card",)),
+        Column("precision", "object", head="precision"),
         Column("seed", "Int64"),
-        Column("parameters", "Int64", thousands, "parameters", "parameters", page=HIGH),
-        Column("seconds", "float64", duration, "time", "seconds", page=HIGH),
-        Column("range", "", head="lowest-highest"),
+        Column("parameters", "Int64", thousands, "parameters", page=HIGH),
+        Column("seconds", "float64", duration, "time", page=HIGH, on_page="seconds"),
+        Column("range", "", head="lowest-highest", on_page=""),
     )
 }
 """The columns by name."""

@@ -24,7 +24,7 @@ from stabletrain.stored.files import read_words
 from stabletrain.stored.json_files import parse
 from stabletrain.stored.lines import is_line
 
-WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NONFINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """The words for floats that JSON cannot represent, and their values."""
 
 
@@ -211,7 +211,7 @@ def numbers(value: Any) -> Any:
         return {key: numbers(child) for key, child in value.items()}
     if isinstance(value, list):
         return [numbers(child) for child in value]
-    return WORDS.get(value, value) if isinstance(value, str) else value
+    return NONFINITE_WORDS.get(value, value) if isinstance(value, str) else value
 
 
 def replace(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from stabletrain.printable import printable, say
 from stabletrain.tracking.columns import thousands
 
-LEAST_BAR, MOST_BAR = 8, 40
+SMALLEST_BAR, LARGEST_BAR = 8, 40
 """Smallest and largest width of the bar, in columns."""
 
 DROPPED_FIRST = ("quiet", "lr", "rate", "grad", "left", "skipped")
@@ -49,7 +49,7 @@ class Progress:
         self._started = self._drawn = self._evaluation_began = self._printed = time.monotonic()
 
     @property
-    def moves(self) -> bool:
+    def can_redraw(self) -> bool:
         """Whether the stream is a terminal that can move its cursor."""
         return self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
@@ -57,13 +57,13 @@ class Progress:
         """Starts with `first` of `total` steps done; a resumed run starts above 0."""
         self._total, self._first, self._step = total, first, first
         self._started = time.monotonic()
-        if self.moves:
+        if self.can_redraw:
             from rich.console import Console
             from rich.live import Live
 
             console = Console(file=self._stream, highlight=False)
             self._live = Live(
-                console=console, auto_refresh=False, get_renderable=self._picture, transient=bool(self._label)
+                console=console, auto_refresh=False, get_renderable=self._render, transient=bool(self._label)
             )
             self._live.start()
 
@@ -127,7 +127,7 @@ class Progress:
         done = self._step - self._first
         return (time.monotonic() - self._started) / done * (self._total - self._step) if done > 0 else None
 
-    def _picture(self) -> Any:
+    def _render(self) -> Any:
         from rich.text import Text
 
         if not self._parts:
@@ -167,9 +167,9 @@ def fit(words: Mapping[str, str], width: int) -> dict[str, Any]:
     for name in (None, *DROPPED_FIRST):
         kept.pop(name or "", None)
         room = width - len("  ".join(kept.values()))  # the bar replaces one separator: "step ━━━ loss"
-        if room >= LEAST_BAR:
+        if room >= SMALLEST_BAR:
             break
-    return {**kept, "bar": min(room, MOST_BAR) if room >= LEAST_BAR else 0}
+    return {**kept, "bar": min(room, LARGEST_BAR) if room >= SMALLEST_BAR else 0}
 
 
 def bar_of(share: float, columns: int) -> tuple[str, str]:
@@ -197,9 +197,9 @@ class InSweep(Progress):
 
     def __init__(self, log_every: int, folder: Path, label: str, live: bool) -> None:
         """Opens neither file nor terminal. Only one run at a time may have a `live` line."""
-        super().__init__(log_every, Page(folder / "output.txt"))
+        super().__init__(log_every, OutputFile(folder / "output.txt"))
         shown = Progress(log_every, label=label)
-        self._shown = shown if live and shown.moves else None
+        self._shown = shown if live and shown.can_redraw else None
 
     def start(self, total: int, first: int) -> None:
         super().start(total, first)
@@ -222,7 +222,7 @@ class InSweep(Progress):
             self._shown.close()
 
 
-class Page:
+class OutputFile:
     """A stream that appends to a text file and keeps it open only during a write."""
 
     def __init__(self, path: Path) -> None:

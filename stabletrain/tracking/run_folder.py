@@ -28,7 +28,7 @@ STATUSES = ("running", "finished", "halted", "preempted", "failed")
 PACKAGES = ("stabletrain", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
 """Packages whose versions are recorded."""
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 def new_id() -> str:
@@ -68,7 +68,7 @@ class NoRunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.id = ""
-        self.init_from: Mapping[str, Any] = NOTHING
+        self.init_from: Mapping[str, Any] = EMPTY
 
     def start(
         self,
@@ -77,8 +77,8 @@ class NoRunFolder:
         choices: Mapping[str, Any],
         hardware: Mapping[str, Any],
         data: Mapping[str, Any],
-        model: Mapping[str, Any] = NOTHING,
-        init_from: Mapping[str, Any] = NOTHING,
+        model: Mapping[str, Any] = EMPTY,
+        init_from: Mapping[str, Any] = EMPTY,
         run_id: str | None = None,
         options: Sequence[str] = (),
         overrides: Sequence[str] = (),
@@ -123,8 +123,8 @@ class RunFolder(NoRunFolder):
         choices: Mapping[str, Any],
         hardware: Mapping[str, Any],
         data: Mapping[str, Any],
-        model: Mapping[str, Any] = NOTHING,
-        init_from: Mapping[str, Any] = NOTHING,
+        model: Mapping[str, Any] = EMPTY,
+        init_from: Mapping[str, Any] = EMPTY,
         run_id: str | None = None,
         options: Sequence[str] = (),
         overrides: Sequence[str] = (),
@@ -158,7 +158,7 @@ class RunFolder(NoRunFolder):
             self._release()
             raise
         self.id = earlier.get("id") or run_id or new_id()
-        self.init_from = init_from or earlier.get("init_from", NOTHING)
+        self.init_from = init_from or earlier.get("init_from", EMPTY)
         time = now()
         self._record = {
             "id": self.id,
@@ -214,12 +214,12 @@ class RunFolder(NoRunFolder):
         return earlier
 
     def _holds_run(self, earlier: Mapping[str, Any]) -> bool:
-        """Returns whether a run was begun in the folder: its `run.json` says so, or it has metrics."""
+        """Returns whether a run was started in the folder: its `run.json` says so, or it has metrics."""
         metrics = self.path / "metrics.jsonl"
         return bool(earlier.get("id") or (metrics.is_file() and metrics.stat().st_size))
 
     def _earlier_record(self) -> dict[str, Any]:
-        """Returns the existing `run.json`; empty if there is none. Says what is wrong with a damaged one."""
+        """Returns the existing `run.json`; empty if there is none. Warns about a damaged one."""
         if (self.path / RUN).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.path / RUN))
         try:
@@ -227,7 +227,7 @@ class RunFolder(NoRunFolder):
         except MissingFile:
             return {}
         except DamagedFile as error:
-            warn(f"{error}: what is damaged is written anew")
+            warn(f"{error}: the damaged parts are written again")
             return numbers(error.usable)
 
     def learn(self, hardware: Mapping[str, Any]) -> None:
@@ -241,8 +241,8 @@ class RunFolder(NoRunFolder):
 
         Args:
             keys: configuration keys, each as `[before, now]`; empty if nothing has changed.
-            on_top: whether the checkpoint of `step` has the changes that are recorded for `step` already. If not, these
-                are dropped as well: the run is resumed from `step` once more, and otherwise.
+            on_top: whether the checkpoint of `step` already has the changes recorded for `step`. If not, these are
+                dropped too: the run is resumed from `step` once more, with other settings.
         """
         earlier = self._record.get("changes", [])
         changes = [change for change in earlier if change["step"] < step + on_top]
@@ -264,7 +264,7 @@ class RunFolder(NoRunFolder):
         """Ends a run that failed to start: restores the record of the run it was to continue, or records `failed`."""
         if self._earlier.get("id"):
             self._record = self._earlier
-            self._write_at_last()
+            self._write_and_release()
         else:
             self.finish("failed", reason, {})
 
@@ -275,15 +275,14 @@ class RunFolder(NoRunFolder):
             status: finished, halted, preempted or failed.
             reason: one line for the user, or None.
             final: the last metrics; NaN and infinities as in `metrics.jsonl`.
-            remarks: what else to know of a finished run, a line each. Unlike `reason` they do not mean
-                that something is left to do.
+            remarks: other lines about a finished run. Unlike `reason` they do not mean that something is left to do.
         """
         assert status in STATUSES[1:], status
         self._record |= {"status": status, "reason": reason, "ended": now(), "final": dict(final)}
         self._record["remarks"] = [*remarks]
-        self._write_at_last()
+        self._write_and_release()
 
-    def _write_at_last(self) -> None:
+    def _write_and_release(self) -> None:
         self._write_or_warn()
         self._release()
 

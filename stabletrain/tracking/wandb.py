@@ -23,10 +23,10 @@ from stabletrain.tracking.wandb_setup import cache_folder, card_of, has_key, nam
 FINISH_TIMEOUT = 120.0
 """Seconds that an online run waits for its upload to finish. `wandb sync` can upload the rest from disk."""
 
-INCIDENT = ("step", "kind", "cause", "verdict", "fix", "path")
+INCIDENT_COLUMNS = ("step", "kind", "cause", "verdict", "fix", "path")
 """Columns of the W&B table `incidents`."""
 
-HIDDEN = ("step", "tick", "guard/applied")
+WITHOUT_PLOT = ("step", "tick", "guard/applied")
 """Counters without automatic plots."""
 
 
@@ -110,18 +110,18 @@ class Wandb(NoWandb):
         Returns:
             the id of the run, to be stored in the checkpoint; `run_id` or "" if W&B could not start.
         """
-        so = "this run is logged offline" if self.mode == "online" else "this run is not logged to W&B"
+        consequence = "this run is logged offline" if self.mode == "online" else "this run is not logged to W&B"
         card, sweep = card_of(config.get("hardware", {})), sweep_of(folder, sweeping)
-        filed = {
+        placement = {
             "group": self.group or (None if os.environ.get("WANDB_RUN_GROUP") else sweep),
             "name": self.name or (name_of(folder, typed) if sweep and not os.environ.get("WANDB_NAME") else None),
             "job_type": None if os.environ.get("WANDB_JOB_TYPE") else card,
             "tags": tags_of(config.get("groups", {}), self.tags),
         }
         with cache_folder(folder / "wandb" / "cache"):
-            self._run = self._try(lambda: self._begin(self.mode, folder, run_id, config, filed), so)
+            self._run = self._try(lambda: self._begin(self.mode, folder, run_id, config, placement), consequence)
             if self._run is None and self.mode == "online":
-                self._run = self._try(lambda: self._begin("offline", folder, run_id, config, filed))
+                self._run = self._try(lambda: self._begin("offline", folder, run_id, config, placement))
         if self._run is None:
             return run_id or ""
         self._defined.clear()
@@ -131,7 +131,7 @@ class Wandb(NoWandb):
             row(line) for line in {(line.get("step"), line.get("tick")): line for line in lines}.values()
         ]
         self._shown = 0
-        self.summary({"card": card, **self._of_incidents()})
+        self.summary({"card": card, **self._incident_summary()})
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -175,7 +175,7 @@ class Wandb(NoWandb):
         for name in names:
             if name not in self._defined:
                 self._defined.add(name)
-                hidden = name in HIDDEN or name.count("/") > 1
+                hidden = name in WITHOUT_PLOT or name.count("/") > 1
                 self._run.define_metric(name, step_metric=None if name == "step" else "step", hidden=hidden)
 
     def _show_incidents(self) -> None:
@@ -184,19 +184,21 @@ class Wandb(NoWandb):
 
             self._define(["step"])
             # The whole table is logged again with each incident.
-            table = wandb.Table(columns=[*INCIDENT], data=[*self._incidents])
+            table = wandb.Table(columns=[*INCIDENT_COLUMNS], data=[*self._incidents])
             self._run.log({"step": self._incidents[-1][0], "incidents": table})
 
         self._shown = len(self._incidents)
         self._try(show)
-        self.summary(self._of_incidents())
+        self.summary(self._incident_summary())
 
-    def _of_incidents(self) -> dict[str, Any]:
+    def _incident_summary(self) -> dict[str, Any]:
         found = {"incident/count": len(self._incidents)}
-        return found | ({"incident/cause": self._incidents[0][INCIDENT.index("cause")]} if self._incidents else {})
+        return found | (
+            {"incident/cause": self._incidents[0][INCIDENT_COLUMNS.index("cause")]} if self._incidents else {}
+        )
 
     def _begin(
-        self, mode: str, folder: Path, run_id: str | None, config: Mapping[str, Any], filed: Mapping[str, Any]
+        self, mode: str, folder: Path, run_id: str | None, config: Mapping[str, Any], placement: Mapping[str, Any]
     ) -> Any:
         import wandb
         from wandb.sdk.wandb_run import Run
@@ -220,13 +222,13 @@ class Wandb(NoWandb):
             settings=wandb.Settings(**settings),
             project=self.project,
             entity=self.entity,
-            **filed,
+            **placement,
         )
         if mode == "online":  # a resumed run starts with the configuration that the server has
             run.config.update(plain(config), allow_val_change=True)
         return run
 
-    def _try(self, call: Callable[[], Any], so: str = "W&B may miss parts of this run") -> Any:
+    def _try(self, call: Callable[[], Any], consequence: str = "W&B may miss parts of this run") -> Any:
         """Returns the value of the call. If it raises, returns None, and prints a warning the first time."""
         try:
             return call()
@@ -234,7 +236,7 @@ class Wandb(NoWandb):
             if not self._warned:
                 self._warned = True
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                say(f"stabletrain: wandb: {reason}: {so}; metrics.jsonl has everything", file=sys.stderr)
+                say(f"stabletrain: wandb: {reason}: {consequence}; metrics.jsonl has everything", file=sys.stderr)
             return None
 
 
@@ -242,4 +244,4 @@ def row(incident: Mapping[str, Any]) -> list[Any]:
     """Converts an incident to a row of the table `incidents`. Missing text is an empty string, never null."""
     fixes = "; ".join(map(str, incident.get("fix") or ()))
     texts = {"fix": fixes, "step": int(incident.get("step", 0))}
-    return [texts[name] if name in texts else str(incident.get(name) or "") for name in INCIDENT]
+    return [texts[name] if name in texts else str(incident.get(name) or "") for name in INCIDENT_COLUMNS]

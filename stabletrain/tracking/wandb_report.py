@@ -31,7 +31,7 @@ CURVES = {
 LOGARITHMIC = {"grad/norm", "monitors/attn_logit_max", "monitors/update_margin", "monitors/norm_variance_min"}
 """Metrics in `CURVES` that need a logarithmic axis."""
 
-PACE = {
+THROUGHPUT = {
     "tokens_per_s": "Tokens per second",
     "images_per_s": "Images per second",
     "throughput/mfu": "MFU: fraction of the card's peak",
@@ -39,7 +39,7 @@ PACE = {
 }
 """Metrics that are compared between cards; a CPU has no MFU."""
 
-TROUBLE = {
+INSTABILITY = {
     "incident/count": "Incidents",
     "guard/skipped": "Skipped steps",
     "guard/rollbacks": "Rollbacks",
@@ -93,10 +93,10 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
             panels(placed(sensitivity_panels(wr, setting, by))),
             wr.H1("By card"),
             wr.P("Mean and range of the runs on each card."),
-            panels(placed([*curve_panels(wr, card), *bar_panels(wr, PACE, card)])),
+            panels(placed([*curve_panels(wr, card), *bar_panels(wr, THROUGHPUT, card)])),
             wr.H1("Incidents"),
             wr.P("The skipped steps that were investigated, one row each, with the cause and the fix."),
-            panels([*placed(bar_panels(wr, TROUBLE, setting)), below(table, len(TROUBLE))]),
+            panels([*placed(bar_panels(wr, INSTABILITY, setting)), below(table, len(INSTABILITY))]),
         ],
     )
 

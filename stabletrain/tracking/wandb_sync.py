@@ -21,10 +21,10 @@ from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.wandb_setup import check_reach
 
-TOGETHER = 50
+RUNS_PER_CALL = 50
 """Maximum number of runs per call of `wandb sync`, because all folders go on its command line."""
 
-MISLEADING = ("WANDB_MODE", "WANDB_RUN_ID")
+REMOVED_VARIABLES = ("WANDB_MODE", "WANDB_RUN_ID")
 """Environment variables that would keep W&B offline, or give all runs the same id."""
 
 
@@ -90,7 +90,7 @@ def is_running(run: Path) -> bool:
     return record.get("host") not in (None, platform.node())
 
 
-def batches(chosen: Sequence[Piece], runs: int = TOGETHER) -> Iterator[list[Piece]]:
+def batches(chosen: Sequence[Piece], runs: int = RUNS_PER_CALL) -> Iterator[list[Piece]]:
     """Yields the pieces in bundles of at most `runs` runs. All pieces of a run are in the same bundle."""
     grouped = [[*group] for _, group in groupby(chosen, key=lambda piece: piece.run)]
     for first in range(0, len(grouped), runs):
@@ -102,7 +102,7 @@ def upload(chosen: Sequence[Piece], entity: str | None, project: str | None) -> 
     command = [sys.executable, "-m", "wandb", "sync"]
     command += ["--entity", entity] if entity else []
     command += ["--project", project] if project else []
-    environment = {name: value for name, value in os.environ.items() if name not in MISLEADING}
+    environment = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
     # WANDB_RESUME=allow appends each piece to the uploaded run; without it, each would overwrite the one before it.
     subprocess.run(
         [*command, *(str(piece.folder.absolute()) for piece in chosen)],

@@ -151,7 +151,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
             # More steps are no setting that could have ruined the run: its last state may have been bad already.
             rollback.begin_anew(pin={*acting(changed.keys)} != {"steps"})
         opened.tracker.note(opening_lines(cfg, process, source, trained, tools, folder))
-        if compiling.wanted(cfg.compile, process.device):
+        if compiling.should_compile(cfg.compile, process.device):
             compile_model(cfg, process, trained.state, tools, load, opened)
     except BaseException as error:
         opened.tracker.close(1)

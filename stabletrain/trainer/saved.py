@@ -25,7 +25,7 @@ ODD = 7919
 
 def load_model(path: Path, *, best: bool = False, device: str = "cpu") -> nn.Module:
     """Returns the model of a run folder, a checkpoint or an export, in eval mode; see `stabletrain.load`."""
-    target = hardware.pick(device)
+    target = hardware.choose_device(device)
     if to_safetensors.is_folder(path):
         return exported_model(path).to(target).eval()
     checkpoint = find(path.absolute(), best=best)

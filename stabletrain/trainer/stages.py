@@ -20,7 +20,7 @@ from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
-from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
+from stabletrain.machine.hardware import Usage, peak_flops, reset_peak
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group, run_on_main
 from stabletrain.printable import say
 from stabletrain.protocols import Objective, Tools
@@ -118,8 +118,8 @@ def start_process(cfg: DictConfig, folder: Path) -> Process:
     parallel.check(choices)
     parallel.set_timeout(started=False)
     determinism = make(cfg, "determinism", option_roles.DeterminismOption)
-    switches = determinism.prepare()  # before `pick`, which starts CUDA
-    device = hardware.pick(cfg.device, ranks.local_rank, ranks.local_world_size)
+    switches = determinism.prepare()  # before `choose_device`, which starts CUDA
+    device = hardware.choose_device(cfg.device, ranks.local_rank, ranks.local_world_size)
     # `precision=auto` of a resumed run stays what it was, on whichever card the run continues.
     resuming = cfg.resume != "none"
     kept = run_on_main(ranks, lambda: kept_precision(cfg, choices, folder)) if resuming else ""
@@ -183,7 +183,7 @@ def build_model(
         measured = cost(model, source.data)
     if peak is not None:
         usage = Usage(device, measured and measured[0] / measured[1], peak * process.ranks.world_size)
-    forget_peak(device)
+    reset_peak(device)
     make(cfg, "init", option_roles.InitOption)(model)  # on the CPU, so every device starts from the same weights
     loaded = weights.load_(model)
     note_masks(model)  # here, because it reads values: after this, nothing waits for the device

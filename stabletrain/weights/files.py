@@ -20,7 +20,7 @@ ONE_FILE, INDEX, SUFFIX = "model.safetensors", ".safetensors.index.json", ".safe
 
 CONFIG = "config.json"
 
-OURS = "stabletrain"
+EXPORT_FORMAT = "stabletrain"
 """The `format` in the `config.json` of an exported folder; its `model` is the run's config group."""
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stabletrain.errors import ConfigError
 
-FILES = {
+EXPORT_FILES = {
     "config.json",
     "generation_config.json",
     "model.onnx",
@@ -32,7 +32,7 @@ def check_place(path: Path, *, overwrite: bool) -> None:
     if path.is_symlink() or not path.is_dir():
         raise ConfigError(f"--out {path} is a file or a link, not a folder: name a new folder")
     there = sorted(os.listdir(path))
-    if foreign := [name for name in there if name not in FILES or not (path / name).is_file()]:
+    if foreign := [name for name in there if name not in EXPORT_FILES or not (path / name).is_file()]:
         raise ConfigError(
             f"--out {path} holds other files ({foreign[0]}), which are not overwritten: name a new folder"
         )
@@ -60,7 +60,7 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Generator[Path, None, 
             file.chmod(mode)
             synchronise(file)
         synchronise(hidden)
-        check_place(path, overwrite=overwrite)  # another export may have ended meanwhile
+        check_place(path, overwrite=overwrite)  # another export may have finished in the meantime
         if path.exists():
             path.rename(older)
         hidden.rename(path)

@@ -41,7 +41,7 @@ GELUS = {
 }
 """transformers' name of an activation function, and this GPT's name of the MLP that computes it."""
 
-PLAIN = {
+SAME_LAYOUT = {
     "embedding": "wte",
     "position.embedding": "wpe",
     "attention_norm": "ln_1",
@@ -53,7 +53,7 @@ PLAIN = {
 TRANSPOSED = {"attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 """Linear layers in a block: this GPT's name, and transformers'."""
 
-FUSED, PARTS = "attn.c_attn", ("attention.query", "attention.key", "attention.value")
+FUSED, QUERY_KEY_VALUE = "attn.c_attn", ("attention.query", "attention.key", "attention.value")
 """The layer that transformers has in place of three, and the three in order."""
 
 MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
@@ -90,7 +90,7 @@ def read(folder: Path) -> tuple[Sizes, dict[str, Tensor]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / CONFIG} cannot be read ({error}): name a folder of transformers") from error
     sizes = sizes_of(config, str(folder / CONFIG))
-    tensors = from_transformers(stored(folder), tied=bool(sizes["tied_head"]), where=str(folder))
+    tensors = from_transformers(read_tensors(folder), tied=bool(sizes["tied_head"]), where=str(folder))
     return sizes, tensors
 
 
@@ -129,7 +129,7 @@ def sizes_of(config: Mapping[str, Any], where: str) -> Sizes:
     }
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors of a folder's safetensors by their names there.
 
     Raises:
@@ -151,8 +151,8 @@ def from_transformers(tensors: Mapping[str, Tensor], *, tied: bool, where: str) 
 
     Args:
         tensors: by transformers' names, with or without `transformer.` before them.
-        tied: whether the head is the embedding; then `lm_head.weight`, if it is there, must be equal to `wte.weight`.
-        where: what an error calls their source.
+        tied: whether the head is the embedding; then `lm_head.weight`, if present, must be equal to `wte.weight`.
+        where: name of their source in errors.
 
     Raises:
         ConfigError: a tensor cannot be split, or a tied head differs from the embedding.
@@ -166,7 +166,7 @@ def from_transformers(tensors: Mapping[str, Tensor], *, tied: bool, where: str) 
                 f'set "tie_word_embeddings": false in its {CONFIG}'
             )
         named.setdefault("wte.weight", named.pop("lm_head.weight"))
-    back = {theirs: ours for ours, theirs in PLAIN.items()}
+    back = {theirs: ours for ours, theirs in SAME_LAYOUT.items()}
     linear = {theirs: ours for ours, theirs in TRANSPOSED.items()}
     found: dict[str, Tensor] = {}
     for name, tensor in named.items():
@@ -179,9 +179,9 @@ def from_transformers(tensors: Mapping[str, Tensor], *, tied: bool, where: str) 
         elif name == "lm_head.weight":
             found["head.weight"] = tensor
         elif block and block[2] == FUSED:
-            if tensor.shape[-1] % len(PARTS):
+            if tensor.shape[-1] % len(QUERY_KEY_VALUE):
                 raise ConfigError(f"{where}: {name} of shape {list(tensor.shape)} is not query, key and value")
-            for part, piece in zip(PARTS, tensor.chunk(len(PARTS), dim=-1), strict=True):
+            for part, piece in zip(QUERY_KEY_VALUE, tensor.chunk(len(QUERY_KEY_VALUE), dim=-1), strict=True):
                 found[f"blocks.{block[1]}.{part}.{kind}"] = piece.t().clone(memory_format=torch.contiguous_format)
         elif block and block[2] in linear:
             found[f"blocks.{block[1]}.{linear[block[2]]}.{kind}"] = tensor.t().contiguous()
@@ -209,14 +209,14 @@ def to_transformers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         theirs = f"transformer.h.{block}." if inside else "transformer."
         if name == "head.weight":
             found["lm_head.weight"] = tensor
-        elif not inside or inner in PLAIN:
-            found[f"{theirs}{PLAIN[inner]}.{kind}"] = tensor
+        elif not inside or inner in SAME_LAYOUT:
+            found[f"{theirs}{SAME_LAYOUT[inner]}.{kind}"] = tensor
         elif inner in TRANSPOSED:
             found[f"{theirs}{TRANSPOSED[inner]}.{kind}"] = tensor.t().contiguous()
-        elif inner == PARTS[0]:
-            parts = [tensors[f"blocks.{block}.{part}.{kind}"] for part in PARTS]
+        elif inner == QUERY_KEY_VALUE[0]:
+            parts = [tensors[f"blocks.{block}.{part}.{kind}"] for part in QUERY_KEY_VALUE]
             found[f"{theirs}{FUSED}.{kind}"] = torch.cat([part.t() for part in parts], dim=-1).contiguous()
-        elif inner not in PARTS:
+        elif inner not in QUERY_KEY_VALUE:
             raise KeyError(name)
     for name in [name for name in found if name.endswith(".weight")]:
         module = name.removesuffix(".weight")

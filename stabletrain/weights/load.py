@@ -19,10 +19,10 @@ from stabletrain.errors import ConfigError
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names that torch.compile, FSDP and activation checkpointing put into the names of parameters, at any place."""
 
-OUTER = "module."
-"""What DistributedDataParallel puts before every name."""
+DDP_PREFIX = "module."
+"""Prefix that DistributedDataParallel adds to every name."""
 
-SHOWN = 3
+NAMES_SHOWN = 3
 """How many tensors a message names; the others are counted."""
 
 
@@ -55,7 +55,7 @@ class Fit:
             (self.surplus, "not in the model"),
             (self.misfit, "of another shape or type"),
         )
-        return "; ".join(f"{len(names)} {words}: {some(names)}" for names, words in kinds if names)
+        return "; ".join(f"{len(names)} {words}: {shortened(names)}" for names, words in kinds if names)
 
 
 def fit(model: nn.Module, given: Mapping[str, Any]) -> Fit:
@@ -63,7 +63,7 @@ def fit(model: nn.Module, given: Mapping[str, Any]) -> Fit:
 
     Args:
         model: its tensors are not changed.
-        given: tensors by name, and whatever else modules save (`get_extra_state`). Prefixes of wrapped models are
+        given: tensors by name, and other objects that modules save (`get_extra_state`). Prefixes of wrapped models are
             removed from the names if more of them fit without.
     """
     live = model.state_dict()
@@ -101,7 +101,9 @@ def load_(model: nn.Module, found: Fit) -> None:
         if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all()
     ]
     if bad:
-        raise ConfigError(f"{len(bad)} of its tensors are not finite: {some(bad)}: choose an older, healthy checkpoint")
+        raise ConfigError(
+            f"{len(bad)} of its tensors are not finite: {shortened(bad)}: choose an older, healthy checkpoint"
+        )
     model.load_state_dict(dict(found.fitting), strict=False)
 
 
@@ -115,8 +117,8 @@ def unwrapped(given: Mapping[str, Any], live: Iterable[str]) -> Mapping[str, Any
 def without_wrappers(name: str) -> str:
     """Returns `blocks.0.weight` for `module._orig_mod.blocks.0.weight`."""
     name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-    while name.startswith(OUTER):
-        name = name.removeprefix(OUTER)
+    while name.startswith(DDP_PREFIX):
+        name = name.removeprefix(DDP_PREFIX)
     return name
 
 
@@ -149,7 +151,7 @@ def kind(tensor: Tensor) -> str:
     return "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "integer"
 
 
-def some(names: Sequence[str]) -> str:
+def shortened(names: Sequence[str]) -> str:
     """Returns the first names, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{', '.join(names[:NAMES_SHOWN])}{more}"

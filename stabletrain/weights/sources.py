@@ -1,8 +1,7 @@
 """What `init_from` may name: a run, a checkpoint, a folder of safetensors files, or a GPT-2 folder of transformers.
 
-`find` decides which of them a path is, and which files of it count; `Source.read` reads the tensors. The two are apart
-because in a run of several ranks one rank decides, and all of them read: a run that is still going may write a newer
-checkpoint between two looks at its folder.
+`find` decides which of them a path is and which of its files count; `Source.read` reads the tensors. These are two
+steps because one rank decides and all ranks read: a run that is still going may write a newer checkpoint in between.
 """
 
 import os
@@ -53,7 +52,7 @@ class Source:
         return self.kind in ("run", "checkpoint")
 
     def read(self) -> dict[str, Any]:
-        """Returns the tensors by name, on the CPU; of a checkpoint also what its modules saved besides tensors.
+        """Returns the tensors by name, on the CPU; for a checkpoint, also the non-tensors that its modules saved.
 
         Raises:
             ConfigError: a file is damaged or gone.
@@ -72,7 +71,7 @@ class Source:
 
 
 def find(given: str, *, as_gpt2: bool) -> Source:
-    """Returns the weights that a path stands for; of a run its newest healthy checkpoint that verifies.
+    """Returns the source that a path names; for a run, its newest healthy checkpoint that verifies.
 
     Args:
         given: as the user typed it.
@@ -83,14 +82,14 @@ def find(given: str, *, as_gpt2: bool) -> Source:
     """
     path = existing_folder(given)
     try:
-        return sort(path, as_gpt2)
+        return source_of(path, as_gpt2)
     except ConfigError as error:
         # The message of a checkpoint or a file names itself; the user typed only the folder around it.
         raise ConfigError(f"init_from={given}: {error}") from error
 
 
-def sort(path: Path, as_gpt2: bool) -> Source:
-    """Returns the source that an existing folder is."""
+def source_of(path: Path, as_gpt2: bool) -> Source:
+    """Returns an existing folder as a source."""
     if folder.NAME.fullmatch(path.name) or (path / reader.MANIFEST).exists():
         return of_checkpoint(reader.verify(path), "checkpoint")
     if os.path.isdir(path / "checkpoints") or any(folder.steps_in(path)):
@@ -104,10 +103,10 @@ def sort(path: Path, as_gpt2: bool) -> Source:
         if as_gpt2 and gpt2.is_folder(path):
             return Source(path, "gpt2", hashes, model=gpt2.sizes_of(files.config_in(path), files.CONFIG))
         config = files.config_in(path)
-        model = config.get("model") if config.get("format") == files.OURS else None
+        model = config.get("model") if config.get("format") == files.EXPORT_FORMAT else None
         return Source(path, "safetensors", hashes, model=model if isinstance(model, dict) else {})
     if gpt2.is_folder(path):
-        gpt2.stored(path)  # says how transformers converts it
+        gpt2.read_tensors(path)  # says how transformers converts it
     if pickled := files.pickled_in(path):
         raise ConfigError(
             f"it holds only pickled weights ({', '.join(pickled[:3])}), and unpickling a file can run any code in it: "
@@ -117,5 +116,5 @@ def sort(path: Path, as_gpt2: bool) -> Source:
 
 
 def of_checkpoint(found: reader.Checkpoint, kind: str) -> Source:
-    """Returns the source that a verified checkpoint is."""
+    """Returns a verified checkpoint as a source."""
     return Source(found.path, kind, found.model_files(), found.step, found.val_loss)

@@ -22,11 +22,11 @@ from stabletrain.models.nf_resnet import NFResNet
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
 from stabletrain.weights.trained import Format, Trained, Written, compare, output_of, pictures, tokens
 
-BOUND = 1e-4
+TOLERANCE = 1e-4
 """Largest difference of logits: another program computes them, with sums in another order."""
 
-FILE, LARGEST = "model.onnx", 1 << 30
-"""Above so many bytes of weights, they lie in a file of their own: one file holds at most 2 GiB."""
+FILE, LARGEST_FILE = "model.onnx", 1 << 30
+"""Weights of more bytes than this are written to a separate file: one file holds at most 2 GiB."""
 
 Shape = dict[int, Any]
 """The dimensions of the input that may vary."""
@@ -57,7 +57,7 @@ class Onnx(Format):
                 "object with .logits, or a tuple that begins with a tensor: use --to safetensors"
             )
         program, lost = traced(model, inputs, shapes)
-        large = sum(tensor.nbytes for tensor in model.state_dict().values()) > LARGEST
+        large = sum(tensor.nbytes for tensor in model.state_dict().values()) > LARGEST_FILE
         program.model.metadata_props.update(trained.origin)
         for node in program.model.graph.all_nodes():
             node.metadata_props.clear()  # lines and paths of this machine's code
@@ -151,4 +151,4 @@ def check(model: nn.Module, file: Path, inputs: Tensor) -> str:
         return ""
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     run: Callable[[Tensor], Tensor] = lambda x: torch.from_numpy(session.run(None, {"inputs": x.numpy()})[0])  # noqa: E731
-    return compare(model, run, inputs, BOUND, f"onnxruntime {onnxruntime.__version__}")
+    return compare(model, run, inputs, TOLERANCE, f"onnxruntime {onnxruntime.__version__}")

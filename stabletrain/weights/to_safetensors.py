@@ -17,7 +17,7 @@ from torch import Tensor
 from stabletrain import buffers
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.stored.json_files import check_type
-from stabletrain.weights.files import CONFIG, ONE_FILE, OURS, config_in
+from stabletrain.weights.files import CONFIG, EXPORT_FORMAT, ONE_FILE, config_in
 from stabletrain.weights.trained import Format, Trained, Written
 
 
@@ -37,7 +37,7 @@ class Safetensors(Format):
     def write(self, trained: Trained, folder: Path) -> Written:
         """Writes both files; compares all bits with the model's."""
         save(trained.model.state_dict(), folder / ONE_FILE, trained.origin)
-        record = {"format": OURS, **trained.origin, "model": trained.config}
+        record = {"format": EXPORT_FORMAT, **trained.origin, "model": trained.config}
         (folder / CONFIG).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         found = load_file(folder / ONE_FILE)
         for name, tensor in trained.model.state_dict().items():
@@ -65,7 +65,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def is_folder(folder: Path) -> bool:
     """Returns whether this module has written the folder."""
-    return config_in(folder).get("format") == OURS
+    return config_in(folder).get("format") == EXPORT_FORMAT
 
 
 class Target(TypedDict):

@@ -17,10 +17,10 @@ from stabletrain.weights.files import ONE_FILE
 from stabletrain.weights.to_safetensors import save
 from stabletrain.weights.trained import Format, Trained, Written, compare, pictures
 
-BOUND = 1e-5
+TOLERANCE = 1e-5
 """Largest difference of logits; both compute in fp32."""
 
-OTHERS = "use --to safetensors or --to onnx"
+OTHER_FORMATS = "use --to safetensors or --to onnx"
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,12 @@ class Torchvision(Format):
         if isinstance(model.maxpool, nn.Identity):
             raise ConfigError(
                 f"{trained.name}: model.stem=small begins with a 3 x 3 convolution, and torchvision's ResNet with "
-                f"7 x 7 and a max-pool: {OTHERS}, or train with model.stem=large"
+                f"7 x 7 and a max-pool: {OTHER_FORMATS}, or train with model.stem=large"
             )
         if (channels := model.conv1.in_channels) != 3:
             raise ConfigError(
-                f"{trained.name}: model.in_channels={channels}, but torchvision's ResNet reads 3 channels: {OTHERS}"
+                f"{trained.name}: model.in_channels={channels}, but torchvision's ResNet reads 3 channels: "
+                f"{OTHER_FORMATS}"
             )
 
     def write(self, trained: Trained, folder: Path) -> Written:
@@ -49,7 +50,7 @@ class Torchvision(Format):
         save(model.state_dict(), folder / ONE_FILE, {**trained.origin, "num_classes": str(classes)})
         other = getattr(torchvision.models, name)(num_classes=classes).eval()
         other.load_state_dict(load_file(folder / ONE_FILE))
-        checked = compare(model, other, pictures(3, 64), BOUND, f"torchvision {torchvision.__version__}")
+        checked = compare(model, other, pictures(3, 64), TOLERANCE, f"torchvision {torchvision.__version__}")
         load = [
             "import torchvision",
             "from safetensors.torch import load_file",

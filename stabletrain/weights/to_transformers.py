@@ -20,10 +20,10 @@ from stabletrain.weights import byte_tokenizer, gpt2
 from stabletrain.weights.to_safetensors import save
 from stabletrain.weights.trained import Format, Trained, Written, compare, tokens
 
-BOUND = 1e-5
+TOLERANCE = 1e-5
 """Largest difference of logits; both compute in fp32."""
 
-NEEDED = {"position": ("learned",), "norm": ("layernorm",), "mlp": ("gelu_tanh", "gelu")}
+GPT2_LAYERS = {"position": ("learned",), "norm": ("layernorm",), "mlp": ("gelu_tanh", "gelu")}
 """The layers of GPT-2 by key; GPT-2's own first."""
 
 
@@ -38,7 +38,7 @@ class Transformers(Format):
         parts = parts_of(model)
         wrong = [
             f"model.{key}={parts[key]} (GPT-2: {needed[0]})"
-            for key, needed in NEEDED.items()
+            for key, needed in GPT2_LAYERS.items()
             if parts[key] not in needed
         ]
         for key, module in (("qknorm", block_of(model).attention.query_norm), ("softcap", model.softcap)):
@@ -86,7 +86,7 @@ def check(model: GPT, folder: Path, sizes: gpt2.Sizes) -> str:
     finally:
         logging.disable(before)
     inputs = tokens(int(sizes["vocab_size"]), min(int(sizes["block_size"]), 64))
-    return compare(model, lambda x: other(x).logits, inputs, BOUND, f"transformers {transformers.__version__}")
+    return compare(model, lambda x: other(x).logits, inputs, TOLERANCE, f"transformers {transformers.__version__}")
 
 
 def parts_of(model: GPT) -> dict[str, str]:

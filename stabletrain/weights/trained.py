@@ -1,4 +1,4 @@
-"""A trained model on its way out, and the role of a format that writes it."""
+"""A trained model to export, and the role of a format that writes it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,12 +41,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class Written:
-    """What a format says of what it wrote.
+    """A format's report about the files that it wrote.
 
     Attributes:
         checked: how the result was compared with the run's model; empty if the library for it is not installed.
         load: lines of Python or shell that load the result, with `{folder}` for its place.
-        notes: what the user should know besides.
+        notes: other lines for the user.
     """
 
     checked: str
@@ -58,7 +58,7 @@ class Format:
     """A kind of export. Base class of all kinds."""
 
     def refuse(self, trained: Trained) -> None:
-        """Raises ConfigError if the model cannot be written so; names the key, its value and what to do."""
+        """Raises ConfigError if the model cannot be written in this format; names the key, its value and what to do."""
         raise NotImplementedError
 
     def write(self, trained: Trained, folder: Path) -> Written:

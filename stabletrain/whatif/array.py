@@ -16,7 +16,7 @@ from typing import TypedDict
 
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 from stabletrain.machine.signals import StopRequest
-from stabletrain.machine.slurm import ENDED, sbatch, scancel, states
+from stabletrain.machine.slurm import FINAL_STATES, sbatch, scancel, states
 from stabletrain.printable import say
 from stabletrain.stored.json_files import DamagedFile, read_record
 from stabletrain.tracking.metrics import replace
@@ -201,7 +201,7 @@ def queued(folder: Path) -> list[Task]:
         except DamagedFile as error:
             raise ConfigError(f"{error}; fix: scancel its array, and delete the file") from error
         tasks = [Task(file.parent, record, number) for number in range(len(record["arms"]))]
-        live = [task for task in tasks if task.state(known) not in ("", *ENDED)]
+        live = [task for task in tasks if task.state(known) not in ("", *FINAL_STATES)]
         found += live
         if not live:
             file.unlink()
@@ -236,7 +236,7 @@ def wait(
         else:
             for task in [*left]:
                 key, state = (task.record["job"], task.number), task.state(known)
-                if state not in ("", *ENDED):
+                if state not in ("", *FINAL_STATES):
                     seen.pop(key, None)
                 elif settled(task, state, now - seen.setdefault(key, now)):
                     left.remove(task)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.adapters.unchanged import LARGEST, nothing, replaced, unchanged
+from stabletrain.adapters.unchanged import LARGEST_COPIED, do_nothing, replaced, unchanged
 
 
 class Holder(nn.Module):
@@ -13,7 +13,7 @@ class Holder(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.count, self.total = 0, torch.zeros(3)
         self.seen = {"losses": [1.0], "names": {"a"}}
-        self.data = torch.zeros(LARGEST + 1)
+        self.data = torch.zeros(LARGEST_COPIED + 1)
 
 
 def test_counters_lists_and_small_tensors_are_as_before():
@@ -37,11 +37,11 @@ def test_counters_lists_and_small_tensors_are_as_before():
 
 def test_a_method_is_replaced_on_one_object_only():
     one, other = Holder(), Holder()
-    first = replaced(one, "forward", nothing)
+    first = replaced(one, "forward", do_nothing)
     second = replaced(one, "forward", max)
     assert one.forward is max
     assert other.forward is not max
     second()
-    assert one.forward is nothing
+    assert one.forward is do_nothing
     first()
     assert "forward" not in vars(one)

@@ -74,7 +74,7 @@ def nodes(run, mark):
         "torch.load": {"_target_": "torch.load", "f": str(run / "saved.pt"), "weights_only": False},
         "system": {"_target_": "os.system", "command": f"touch {mark}"},
         "touch": {"_target_": "subprocess.run", "args": ["touch", str(mark)]},
-        "our own": {"_target_": "stabletrain.machine.slurm.asked_of_slurm", "_args_": ["touch", str(mark)]},
+        "our own": {"_target_": "stabletrain.machine.slurm.run_slurm", "_args_": ["touch", str(mark)]},
         "our writer": {"_target_": "stabletrain.tracking.metrics.replace", "path": str(mark), "text": "x"},
         "torch's os": {"_target_": "torch.nn.modules.module.os.system", "_args_": [f"touch {mark}"]},
         "torch.nn's": {"_target_": "torch.nn.modules.module.warnings.sys.modules", "_args_": []},

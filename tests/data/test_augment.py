@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from stabletrain.data.augment import CropFlip, ResizedCrop, augmentation, fit
+from stabletrain.data.augment import CropFlip, ResizedCrop, augmentation, resize
 from stabletrain.data.order import uniform
 
 
@@ -39,8 +39,8 @@ def test_resized_crops_have_the_size_and_stay_inside():
 def test_a_picture_of_another_size_is_scaled_and_its_middle_cut():
     wide = torch.zeros(3, 16, 48, dtype=torch.uint8)
     wide[:, :, 16:32] = 200
-    assert fit(wide, 8).eq(200).float().mean() > 0.7
-    assert fit(wide, 8).shape == (3, 8, 8)
+    assert resize(wide, 8).eq(200).float().mean() > 0.7
+    assert resize(wide, 8).shape == (3, 8, 8)
 
 
 def test_augmentations_have_names():

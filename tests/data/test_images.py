@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stabletrain.data.imagefolder import ImageFolder
-from stabletrain.data.images import Cifar10, Digits, Held, Images
+from stabletrain.data.images import Cifar10, Digits, Images, InMemory
 from stabletrain.errors import ConfigError
 from tests.data.given import FOLDER
 
@@ -69,7 +69,7 @@ def test_a_failed_download_of_cifar_is_one_message(tmp_path, monkeypatch):
 def test_pictures_that_are_held_make_batches_where_they_are(augment):
     """`meta` stands for a GPU: computing on the host, or copying values from the host, would fail on it."""
     held = {
-        split: Held(torch.randint(256, (12, 3, 8, 8), dtype=torch.uint8), [0, 1] * 6, split)
+        split: InMemory(torch.randint(256, (12, 3, 8, 8), dtype=torch.uint8), [0, 1] * 6, split)
         for split in ("train", "val")
     }
     data = Images("set", held, ["a", "b"], size=8, mean=[0.5] * 3, std=[0.2] * 3, augment=augment, seed=0)
@@ -86,7 +86,7 @@ def test_pictures_that_are_held_make_batches_where_they_are(augment):
 
 def test_pictures_that_are_scaled_one_by_one_stay_on_the_host():
     held = {
-        split: Held(torch.randint(256, (12, 3, 8, 8), dtype=torch.uint8), [0, 1] * 6, split)
+        split: InMemory(torch.randint(256, (12, 3, 8, 8), dtype=torch.uint8), [0, 1] * 6, split)
         for split in ("train", "val")
     }
     data = Images("set", held, ["a", "b"], size=4, mean=[0.5] * 3, std=[0.2] * 3, augment="crop", seed=0)

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from stabletrain.data.order import Sources, key, pass_ids, permute, place, position, sample_ids, uniform
+from stabletrain.data.order import Sources, key, pass_ids, permute, position, sample_ids, split_hash, uniform
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 16, 17, 1000, 2**16 - 1, 2**16, 2**16 + 1])
@@ -83,8 +83,8 @@ def test_numbers_looked_up_by_number_are_uniform_and_independent_of_their_neighb
 
 
 def test_a_name_has_its_place_whatever_else_there_is():
-    assert place("a.py") == place("a.py") != place("b.py")
-    places = [place(f"file{i}") for i in range(5000)]
+    assert split_hash("a.py") == split_hash("a.py") != split_hash("b.py")
+    places = [split_hash(f"file{i}") for i in range(5000)]
     assert np.mean(np.array(places) < 0.1) == pytest.approx(0.1, abs=0.015)
 
 

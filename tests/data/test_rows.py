@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from stabletrain.data.imagefolder import Files, ImageFolder
-from stabletrain.data.images import Digits, Held, Images
+from stabletrain.data.images import Digits, Images, InMemory
 from stabletrain.data.prepare import prepare
 from stabletrain.data.text import Text
 from stabletrain.data.tokens import Tokens
@@ -20,7 +20,7 @@ RANKS = (1, 2, 3, 4, 6, 12)
 
 def held(augment):
     pixels = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    splits = {split: Held(pixels, [i % 3 for i in range(40)], split) for split in ("train", "val")}
+    splits = {split: InMemory(pixels, [i % 3 for i in range(40)], split) for split in ("train", "val")}
     options = {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.1], "seed": 3}
     return Images("set", splits, ["a", "b", "c"], size=8, augment=augment, **options)
 

@@ -9,7 +9,7 @@ from torch import nn
 from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
 from stabletrain.machine import compiling
-from stabletrain.machine.compiling import compiled_shape, try_compiled, uncompiled, wanted
+from stabletrain.machine.compiling import compiled_shape, should_compile, try_compiled, uncompiled
 from stabletrain.trainer.build import build
 from stabletrain.trainer.compile_warmup import warm_up_compiled as tried
 from tests.devices import CARD
@@ -172,8 +172,8 @@ def test_a_mistake_of_the_model_is_told_as_its_own(compiled):
 
 def test_auto_compiles_on_cuda_only():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [wanted(choice, cpu) for choice in ("auto", True, False)] == [False, True, False]
-    assert [wanted(choice, cuda) for choice in ("auto", True, False)] == [True, True, False]
+    assert [should_compile(choice, cpu) for choice in ("auto", True, False)] == [False, True, False]
+    assert [should_compile(choice, cuda) for choice in ("auto", True, False)] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -71,21 +71,21 @@ def test_the_load_is_counted_per_core_that_may_be_used(monkeypatch):
 @pytest.mark.parametrize("local_rank", [0, 3])
 def test_a_rank_takes_its_own_card_and_makes_it_the_current_one(cards, wanted, local_rank):
     current = cards(4)
-    assert hardware.pick(wanted, local_rank, 4) == torch.device("cuda", local_rank)
+    assert hardware.choose_device(wanted, local_rank, 4) == torch.device("cuda", local_rank)
     assert current == [torch.device("cuda", local_rank)]
 
 
 def test_auto_takes_the_cpu_where_there_is_no_card(cards):
     cards(0)
-    assert hardware.pick("auto") == hardware.pick("auto", 1, 2) == CPU
+    assert hardware.choose_device("auto") == hardware.choose_device("auto", 1, 2) == CPU
 
 
 def test_a_device_is_taken_by_its_name(cards):
     current = cards(2)
-    assert hardware.pick("cpu", 5, 8) == CPU, "any number of ranks can use a CPU"
+    assert hardware.choose_device("cpu", 5, 8) == CPU, "any number of ranks can use a CPU"
     assert not current, "which leaves CUDA alone"
-    assert hardware.pick("cuda") == torch.device("cuda", 0)
-    assert hardware.pick("cuda:1") == torch.device("cuda", 1)
+    assert hardware.choose_device("cuda") == torch.device("cuda", 0)
+    assert hardware.choose_device("cuda:1") == torch.device("cuda", 1)
     assert current == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
@@ -95,7 +95,7 @@ def test_more_ranks_than_cards_are_refused_on_every_rank(cards, monkeypatch, wan
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     current = cards(2)
     with pytest.raises(ConfigError) as refusal:
-        hardware.pick(wanted, rank, 3)
+        hardware.choose_device(wanted, rank, 3)
     assert str(refusal.value) == (
         f"device={wanted}: 3 ranks on this machine, but 2 visible CUDA devices: each rank needs its own; use torchrun "
         "--nproc_per_node=2, or make all GPUs of the machine visible to every rank (with Slurm: one task per node, as "
@@ -108,7 +108,7 @@ def test_ranks_that_see_one_card_each_are_told_what_they_see(cards, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     cards(1)
     with pytest.raises(ConfigError, match=r"4 ranks .*, but 1 visible CUDA device \(CUDA_VISIBLE_DEVICES=3\):"):
-        hardware.pick("auto", 3, 4)
+        hardware.choose_device("auto", 3, 4)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda", "cuda:1"])
@@ -116,23 +116,23 @@ def test_a_card_that_the_build_of_pytorch_does_not_support_is_refused(cards, mon
     cards(2, (7, 0))
     reason = "Some Card has compute capability 7.0, .* not compiled for: it has sm_75, sm_80, sm_90; .*whl/cu126; "
     with pytest.raises(WrongCard, match=f"device={wanted}: {reason}or train on the CPU with device=cpu"):
-        hardware.pick(wanted)
-    assert hardware.pick("cpu") == CPU
+        hardware.choose_device(wanted)
+    assert hardware.choose_device("cpu") == CPU
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_75"])
-    assert hardware.pick("cuda:1") == CARD
+    assert hardware.choose_device("cuda:1") == CARD
 
 
 def test_pytorchs_own_warning_about_the_build_is_not_printed_too(cards, monkeypatch):
     cards(1, (7, 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: warnings.warn("Found GPU0 ...", stacklevel=2))
     with pytest.raises(ConfigError), warnings.catch_warnings(record=True) as printed:
-        hardware.pick("auto")
+        hardware.choose_device("auto")
     assert not printed
 
 
 @pytest.mark.parametrize("device", [DEVICE])
 def test_the_device_of_this_machine_is_supported_and_current(device):
-    assert hardware.pick(device) == torch.device("cuda", 0)
+    assert hardware.choose_device(device) == torch.device("cuda", 0)
     assert torch.cuda.current_device() == 0
 
 
@@ -140,14 +140,14 @@ def test_the_device_of_this_machine_is_supported_and_current(device):
 def test_a_card_that_is_not_there_is_refused_with_how_many_there_are(cards, wanted, count):
     cards(count)
     with pytest.raises(ConfigError, match=f"device={wanted}: this machine has {count} CUDA devices"):
-        hardware.pick(wanted)
+        hardware.choose_device(wanted)
 
 
 @pytest.mark.parametrize("wanted", ["gpu", "cuda:x", "cuda:-1", "", "mps", "auto:1"])
 def test_what_is_no_device_is_refused(cards, wanted):
     cards(2)
     with pytest.raises(ConfigError, match=f"device={wanted} is not a device: use auto, cpu, cuda or cuda:0"):
-        hardware.pick(wanted)
+        hardware.choose_device(wanted)
 
 
 # ---- number formats
@@ -310,13 +310,13 @@ def test_the_peak_memory_of_a_run_does_not_count_what_was_freed_before_it():
 
 PEAKS = """
 import torch
-from stabletrain.machine.hardware import forget_peak, peak_bytes
+from stabletrain.machine.hardware import reset_peak, peak_bytes
 
 device = torch.device("cpu")
 before = torch.ones(50_000_000)  # 200 MB, touched
 with_it = peak_bytes(device)
 del before
-forget_peak(device)
+reset_peak(device)
 assert peak_bytes(device) < with_it - 150_000_000
 again = torch.ones(50_000_000)
 assert peak_bytes(device) > with_it - 50_000_000

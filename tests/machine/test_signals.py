@@ -5,24 +5,24 @@ import threading
 
 import pytest
 
-from stabletrain.machine.signals import STOPS, StopRequest, handling
+from stabletrain.machine.signals import STOP_SIGNALS, StopRequest, handling
 
 
 def handlers():
     """The handler of each signal that asks to stop."""
-    return [signal.getsignal(number) for number in STOPS]
+    return [signal.getsignal(number) for number in STOP_SIGNALS]
 
 
 @pytest.fixture(autouse=True)
 def _before():
     """Handlers as they were before each test, also if it fails."""
-    before = dict(zip(STOPS, handlers(), strict=True))
+    before = dict(zip(STOP_SIGNALS, handlers(), strict=True))
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_noted_by_name_and_ends_nothing(number):
     with StopRequest() as stop:
         assert stop.name == ""
@@ -72,7 +72,7 @@ def test_contexts_may_lie_in_one_another():
 def test_signals_can_be_ignored_for_a_while():
     before = handlers()
     with handling(signal.SIG_IGN):
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.raise_signal(number)
     assert handlers() == before
 

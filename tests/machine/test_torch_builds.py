@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stabletrain.machine import torch_builds
-from stabletrain.machine.torch_builds import LEGACY, can_run, install_command, refusal
+from stabletrain.machine.torch_builds import LEGACY_PACKAGES, can_run, install_command, refusal
 
 DEFAULT = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
@@ -47,8 +47,8 @@ def test_builds_without_nvidia_architectures_are_not_judged(architectures):
     ("capability", "command"),
     [
         ((3, 7), ""),
-        ((5, 0), f"pip install --upgrade --force-reinstall {LEGACY}"),
-        ((7, 0), f"pip install --upgrade --force-reinstall {LEGACY}"),
+        ((5, 0), f"pip install --upgrade --force-reinstall {LEGACY_PACKAGES}"),
+        ((7, 0), f"pip install --upgrade --force-reinstall {LEGACY_PACKAGES}"),
         ((7, 5), "pip install --upgrade --force-reinstall torch torchvision"),
         ((12, 0), "pip install --upgrade --force-reinstall torch torchvision"),
     ],
@@ -74,4 +74,4 @@ def test_pytorchs_own_table_of_builds_agrees():
     builds = {cuda: [f"sm_{each}" for each in sorted(by_machine["x86_64"])] for cuda, by_machine in table.items()}
     for cuda, architectures in builds.items():
         assert can_run((7, 0), architectures) is (cuda == "12.6")
-        assert can_run(torch_builds.DEFAULT, architectures)
+        assert can_run(torch_builds.DEFAULT_CAPABILITY, architectures)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
-from stabletrain.models.head import MULTIPLE, Head, TiedHead, for_product
+from stabletrain.models.head import ROWS_MULTIPLE, Head, TiedHead, weight_for_product
 from stabletrain.stability.objective import CrossEntropy, ZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.stability.precision.autocast import Unscaled
@@ -52,7 +52,7 @@ def test_every_product_with_the_vocabulary_runs_over_a_multiple_of_64(tied, dtyp
     """Forward, the gradient of the features, and the gradient of the weight."""
     logits, gradients, seen = stepped(gpt(tied), torch.autocast("cpu", dtype))
     odd = [shape for shape in seen.shapes if VOCAB in shape]
-    padded = [shape for shape in seen.shapes if MULTIPLE in shape]
+    padded = [shape for shape in seen.shapes if ROWS_MULTIPLE in shape]
     assert not odd
     assert len(padded) >= 3
     assert logits.shape[-1] == VOCAB
@@ -81,17 +81,17 @@ def test_logits_and_gradients_are_those_of_the_rows_of_the_vocabulary(tied):
 def test_nothing_is_padded_or_copied_in_fp32(context):
     head = Head(8, VOCAB)
     with context:
-        assert for_product(head.weight) is head.weight
+        assert weight_for_product(head.weight) is head.weight
     wide = Head(8, VOCAB).double()
     with torch.autocast("cpu", torch.bfloat16):
-        assert for_product(wide.weight) is wide.weight
+        assert weight_for_product(wide.weight) is wide.weight
 
 
 def test_a_vocabulary_that_is_a_multiple_is_only_cast():
-    head = Head(8, 2 * MULTIPLE)
+    head = Head(8, 2 * ROWS_MULTIPLE)
     features = torch.randn(3, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        assert for_product(head.weight).shape == head.weight.shape
+        assert weight_for_product(head.weight).shape == head.weight.shape
         assert torch.equal(head(features), F.linear(features, head.weight))
 
 

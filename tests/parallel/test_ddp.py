@@ -230,10 +230,10 @@ def test_weights_that_others_stand_in_for_are_refused():
 
 def test_the_norm_is_the_largest_that_a_rank_has_found_and_nan_if_one_is():
     ddp, mine = DDP(Ranks(0, 2, 0, launched=True)), GradNorms(torch.tensor(3.0), torch.tensor([3.0]))
-    assert ddp.of_gradients(mine).tolist() == [3.0]
-    found = ddp.norms_of(mine, torch.tensor([[3.0], [5.0]]))
+    assert ddp.gradient_row(mine).tolist() == [3.0]
+    found = ddp.norms_from_rows(mine, torch.tensor([[3.0], [5.0]]))
     assert (found.total.item(), found.each.tolist()) == (5.0, [3.0])
-    assert ddp.norms_of(mine, torch.tensor([[3.0], [math.nan]])).total.isnan()
+    assert ddp.norms_from_rows(mine, torch.tensor([[3.0], [math.nan]])).total.isnan()
 
 
 def test_the_rank_that_differs_from_most_is_named():

@@ -15,7 +15,7 @@ from stabletrain.parallel.failure_report import (
     as_rank_lost,
     describe_lost_rank,
     get,
-    lives,
+    is_alive,
     publish_end,
     publish_failure,
     publish_location,
@@ -50,8 +50,8 @@ class Store(dict):
 def store(monkeypatch):
     """Replaces torchrun's store, and does not wait for missing messages."""
     made = Store()
-    monkeypatch.setattr(failure_report, "register", lambda: made)
-    monkeypatch.setattr(failure_report, "PATIENCE", 0.0)
+    monkeypatch.setattr(failure_report, "store", lambda: made)
+    monkeypatch.setattr(failure_report, "REPORT_WAIT", 0.0)
     return made
 
 
@@ -213,7 +213,7 @@ def test_of_another_machine_only_its_name_is_known(store):
 
 
 def test_a_late_message_is_waited_for(store, monkeypatch):
-    monkeypatch.setattr(failure_report, "PATIENCE", 60.0)
+    monkeypatch.setattr(failure_report, "REPORT_WAIT", 60.0)
     monkeypatch.setattr(failure_report.time, "sleep", lambda seconds: publish_failure(rank(1), ValueError("late")))
     publish_location(rank(1))
     assert describe_lost_rank(rank(0)) == "rank 1 of 2 has ended: ValueError: late"
@@ -227,7 +227,7 @@ def test_messages_from_before_a_restart_are_ignored(store):
 
 def test_a_message_is_one_short_line(store):
     put(rank(1), "last", "a\n b " + "x" * 1000)
-    assert get(rank(0), "last", 1) == ("a b " + "x" * 1000)[: failure_report.LENGTH]
+    assert get(rank(0), "last", 1) == ("a b " + "x" * 1000)[: failure_report.LONGEST_MESSAGE]
 
 
 def test_one_process_publishes_nothing(store):
@@ -239,7 +239,7 @@ def test_a_store_that_is_gone_does_no_harm(monkeypatch):
     def register():
         raise ConnectionError
 
-    monkeypatch.setattr(failure_report, "register", register)
+    monkeypatch.setattr(failure_report, "store", register)
     publish_location(rank(0))
     publish_failure(rank(0), ValueError("unheard"))
     assert get(rank(0), "at", 1) == ""
@@ -257,14 +257,14 @@ def test_what_rank_0_failed_with_is_not_continued_by_the_others(store):
 
 
 def test_without_a_store_each_machine_says_how_to_continue(monkeypatch):
-    monkeypatch.setattr(failure_report, "register", dict)
+    monkeypatch.setattr(failure_report, "store", dict)
     assert [says_how_to_continue(Ranks(number, 4, number % 2, launched=True)) for number in (2, 3)] == [True, False]
 
 
 def test_a_zombie_counts_as_ended():
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert not lives(str(process.pid))
+    assert not is_alive(str(process.pid))
     process.wait()
-    assert not lives(str(process.pid))
-    assert lives(str(os.getpid()))
+    assert not is_alive(str(process.pid))
+    assert is_alive(str(os.getpid()))

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from stabletrain.checkpoint.tree import is_sharded
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.fsdp import ABLE, FSDP, blocks
+from stabletrain.parallel.fsdp import FSDP, SUPPORTED, blocks
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import GatheredState
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart
@@ -38,18 +38,20 @@ def run_passes(model, batch, sync=None):
     return logits.detach()
 
 
-@pytest.mark.parametrize("group", ABLE)
+@pytest.mark.parametrize("group", SUPPORTED)
 def test_an_option_that_needs_whole_tensors_is_refused_and_the_error_names_one_that_does_not(fsdp, group):
     options = {file.stem for file in (CONF / group).glob("*.yaml")}
-    assert options > {*ABLE[group]}, "all of them exist, and at least one other option"
-    fsdp.check(dict.fromkeys([group], ABLE[group][0]))
-    for option in options - {*ABLE[group]}:
-        with pytest.raises(ConfigError, match=f"{group}={option} needs whole tensors.*or {group}={ABLE[group][0]}"):
+    assert options > {*SUPPORTED[group]}, "all of them exist, and at least one other option"
+    fsdp.check(dict.fromkeys([group], SUPPORTED[group][0]))
+    for option in options - {*SUPPORTED[group]}:
+        with pytest.raises(
+            ConfigError, match=f"{group}={option} needs whole tensors.*or {group}={SUPPORTED[group][0]}"
+        ):
             fsdp.check({group: option})
 
 
 def test_supported_options_and_other_groups_are_accepted(fsdp):
-    fsdp.check({group: able[-1] for group, able in ABLE.items()})
+    fsdp.check({group: able[-1] for group, able in SUPPORTED.items()})
     fsdp.check({"model": "gpt_nano"})
 
 
@@ -73,7 +75,7 @@ def test_the_global_norm_sums_the_squares_of_all_shards(fsdp):
     """One tensor has its elements 3 and 4 on two ranks; another is on the second rank only."""
     here = GradNorms(torch.tensor(3.0), torch.tensor([3.0, 0.0]))
     there = GradNorms(torch.tensor(5.0), torch.tensor([4.0, 12.0]))
-    found = fsdp.norms_of(here, torch.stack([fsdp.of_gradients(here), fsdp.of_gradients(there)]))
+    found = fsdp.norms_from_rows(here, torch.stack([fsdp.gradient_row(here), fsdp.gradient_row(there)]))
     assert found.each.tolist() == [5.0, 12.0]
     assert found.total == 13.0
 

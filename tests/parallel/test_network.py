@@ -19,7 +19,7 @@ def cluster(monkeypatch):
     """A machine with several networks, in place of this one; `MASTER_ADDR` is its first node."""
     monkeypatch.setattr(network, "own_address", ROUTES.get)
     monkeypatch.setattr(network, "addresses", lambda: NAMES)
-    for name in (network.VARIABLE, "STABLETRAIN_NODE_ADDRESSES"):
+    for name in (network.INTERFACE_VARIABLE, "STABLETRAIN_NODE_ADDRESSES"):
         monkeypatch.setenv(name, "")  # so that it is removed again
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "node0")
@@ -30,7 +30,7 @@ def cluster(monkeypatch):
 def chosen(ranks):
     """The variable after a rank has joined."""
     join_process_group(ranks)
-    return os.environ.get(network.VARIABLE)
+    return os.environ.get(network.INTERFACE_VARIABLE)
 
 
 TWO_MACHINES = Ranks(9, 16, 1, launched=True, local_world_size=8)
@@ -45,7 +45,7 @@ def test_ranks_of_one_machine_are_left_alone():
 
 
 def test_the_users_interface_is_kept(monkeypatch):
-    monkeypatch.setenv(network.VARIABLE, "eth9")
+    monkeypatch.setenv(network.INTERFACE_VARIABLE, "eth9")
     assert chosen(TWO_MACHINES) == "eth9"
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from stabletrain.faults.planned import place
+from stabletrain.faults.planned import random_index
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import on_demand
 from tests.runs import TINY_GPT, TINY_RESNET
@@ -55,7 +55,7 @@ def faults_of(model):
 
 def seed_for(batch, position, rank):
     """The first seed by which a fault at that position hits a sample of that rank."""
-    return next(seed for seed in range(99) if place(batch, seed, position)[0] * 2 // len(batch) == rank)
+    return next(seed for seed in range(99) if random_index(batch, seed, position)[0] * 2 // len(batch) == rank)
 
 
 FAULTS = {model: faults_of(model) for model in MODELS}
@@ -127,7 +127,7 @@ def test_the_event_names_the_samples_of_whichever_rank_had_them(two, shared_plac
     for fault in FAULTS[model]:
         if fault["kind"] in ("input", "label"):
             (sample,) = events[fault["at"][0]]["samples"]
-            index = place(torch.empty(SHAPES[model][fault["kind"]]), fault["seed"], fault["at"][0])[0]
+            index = random_index(torch.empty(SHAPES[model][fault["kind"]]), fault["seed"], fault["at"][0])[0]
             assert (sample["rank"], sample["index"], sample["fault"]) == (fault["rank"], index, fault["kind"])
             assert events[fault["at"][0]]["reason"].startswith(f"sample {index} of the batch: ")
         elif fault["kind"] in ("ignored", "empty"):

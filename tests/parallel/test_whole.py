@@ -10,7 +10,7 @@ from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.parallel import whole
 from stabletrain.parallel.fsdp import FSDP
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.parallel.whole import COPIES, Gather, GatheredState, NotEnoughMemory, WholeState
+from stabletrain.parallel.whole import WEIGHTS_IN_REPLAY, Gather, GatheredState, NotEnoughMemory, WholeState
 from stabletrain.records import TrainState
 from tests.monitors.watched import tiny_gpt
 
@@ -143,7 +143,7 @@ def test_the_ranks_of_a_machine_share_its_memory(sharded, monkeypatch, enough):
     model, _, ranks = sharded
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     largest = 4 * max(parameter.numel() for parameter in model.parameters())
-    needed = 3 * ((COPIES + 1) * weights + 2 * largest)
+    needed = 3 * ((WEIGHTS_IN_REPLAY + 1) * weights + 2 * largest)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setattr(whole, "free_host_memory", lambda: needed if enough else needed - 1)
     states = GatheredState(model, lambda: None, tiny_gpt, ranks)
@@ -160,7 +160,7 @@ def test_memory_that_pytorch_has_reserved_and_does_not_use_counts_as_free(monkey
     """On a card that training has filled, PyTorch holds all memory, used or not."""
     with as_if_on_a_card():
         model = tiny_gpt().to("cuda")
-        needed = COPIES * 4 * sum(parameter.numel() for parameter in model.parameters())
+        needed = WEIGHTS_IN_REPLAY * 4 * sum(parameter.numel() for parameter in model.parameters())
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 10**9))
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5000)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5000 + needed - 1000 - (not enough))

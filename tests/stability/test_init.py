@@ -14,7 +14,7 @@ from stabletrain.models.gpt import GPT
 from stabletrain.models.nf_resnet import NFResNet
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
 from stabletrain.stability.init import (
-    REMAINS,
+    STD_AFTER_TRUNCATION,
     FanInInit,
     GPT2Init,
     NormalInit,
@@ -154,12 +154,12 @@ def test_the_fan_in_of_a_grouped_kernel_is_what_one_output_sums_over() -> None:
 def test_fan_in_truncates_at_two_standard_deviations_and_rescales() -> None:
     z = torch.linspace(-2, 2, 200_001, dtype=torch.float64)
     density = (-z.square() / 2).exp()
-    assert math.sqrt((z.square() * density).sum() / density.sum()) == pytest.approx(REMAINS, rel=1e-5)
+    assert math.sqrt((z.square() * density).sum() / density.sum()) == pytest.approx(STD_AFTER_TRUNCATION, rel=1e-5)
     torch.manual_seed(0)
     linear = nn.Linear(400, 2000)
     FanInInit()(nn.Sequential(linear))
     largest = linear.weight.abs().max().item()
-    bound = 2 / REMAINS / math.sqrt(400)
+    bound = 2 / STD_AFTER_TRUNCATION / math.sqrt(400)
     assert 0.999 * bound < largest <= bound * (1 + 1e-6)
 
 

@@ -76,7 +76,7 @@ def test_scores_of_few_queries_at_once_have_the_same_maxima(monkeypatch, time):
     q[0, 1, 0], k[0, 1, time - 1] = 40.0, 40.0  # a pair in the future does not count
     found, sizes = [], []
     for queries, at_once in ((128, 2**26), (4, 1)):
-        monkeypatch.setattr(qkclip, "QUERIES", queries)
+        monkeypatch.setattr(qkclip, "QUERY_BLOCK", queries)
         monkeypatch.setattr(qkclip, "LOGITS_AT_ONCE", at_once)
         meter = LogitMeter(3)
         with Largest() as seen:

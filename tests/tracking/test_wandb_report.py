@@ -13,8 +13,8 @@ from stabletrain.cli.commands import main
 from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
 from stabletrain.machine.hardware import Usage
-from stabletrain.tracking.wandb import INCIDENT
-from stabletrain.tracking.wandb_report import CURVES, HALF, PACE, ROW, below, placed, spec, specification
+from stabletrain.tracking.wandb import INCIDENT_COLUMNS
+from stabletrain.tracking.wandb_report import CURVES, HALF, ROW, THROUGHPUT, below, placed, spec, specification
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
@@ -43,7 +43,7 @@ def logged(tmp_path_factory):
             found["summary"] |= held["summary"].keys()
             found["config"] |= {key for key, _ in leaves(held["config"])}
             if overrides is faulty:
-                assert table(folder)[0].keys() == {*INCIDENT}
+                assert table(folder)[0].keys() == {*INCIDENT_COLUMNS}
     on_cards = Usage(torch.device("cpu"), flops_per_unit=1.0, peak=1.0).metrics(1.0)  # what a CPU does not have
     return found | {"summary": found["summary"] | on_cards.keys()}
 
@@ -79,7 +79,7 @@ def test_every_curve_is_drawn_from_a_metric_that_is_logged_for_each_card(grids, 
 def test_every_bar_is_a_number_of_the_summary(grids, logged):
     found = panels(grids, "Bar Chart")
     names = {name for panel in found for name in panel["metrics"]}
-    assert {"val/loss", "incident/count", "guard/skipped", "spike/score", *PACE} <= names <= logged["summary"]
+    assert {"val/loss", "incident/count", "guard/skipped", "spike/score", *THROUGHPUT} <= names <= logged["summary"]
     for panel in found:
         by = panel["groupBy"]
         assert by == "jobType" or plain_key(by) in logged["config"]

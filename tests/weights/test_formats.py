@@ -16,7 +16,7 @@ from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
 from stabletrain.stability.qknorm import LayerNormQK
 from stabletrain.stability.softcap import Gemma2Softcap
 from stabletrain.weights import gpt2, to_onnx, to_safetensors, to_transformers
-from stabletrain.weights.folder import FILES
+from stabletrain.weights.folder import EXPORT_FILES
 from stabletrain.weights.to_onnx import Onnx
 from stabletrain.weights.to_safetensors import Safetensors
 from stabletrain.weights.to_torchvision import Torchvision
@@ -290,11 +290,11 @@ def test_a_users_model_is_traced_on_its_own_data(tmp_path):
 
 @pytest.mark.slow
 def test_large_weights_lie_beside_the_model_and_move_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(to_onnx, "LARGEST", 0)
+    monkeypatch.setattr(to_onnx, "LARGEST_FILE", 0)
     model, tokens = small(), torch.randint(29, (2, 5))
     write(Onnx(), model, tmp_path / "hidden")
     (tmp_path / "hidden").rename(tmp_path / "out")
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"model.onnx", "model.onnx.data"} <= FILES
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"model.onnx", "model.onnx.data"} <= EXPORT_FILES
     with torch.no_grad():
         assert (logits_of(tmp_path / "out", tokens) - model(tokens)).abs().max() < 1e-4
 

@@ -20,7 +20,7 @@ from stabletrain.config.error_texts import explain
 from stabletrain.config.jobs import hydra
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError
-from stabletrain.machine.torch_builds import DEFAULT, LEGACY
+from stabletrain.machine.torch_builds import DEFAULT_CAPABILITY, LEGACY_PACKAGES
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.program import conf_folder
 
@@ -176,11 +176,11 @@ def environment_notes(cards: Iterable[Card]) -> list[str]:
     """Returns which GPU types need another build of PyTorch, if cluster.conf sets no environment for them."""
     found = []
     for card in cards:
-        major, minor = BEFORE_AMPERE.get(card.name, DEFAULT)
-        if (major, minor) < DEFAULT and not card.own_environment:
+        major, minor = BEFORE_AMPERE.get(card.name, DEFAULT_CAPABILITY)
+        if (major, minor) < DEFAULT_CAPABILITY and not card.own_environment:
             found.append(
                 f"note     {card.name} has compute capability {major}.{minor}, which PyTorch's default builds no "
-                f"longer support: make an environment with pip install {LEGACY}, and activate it in the section "
-                f"[{card.name}] of cluster.conf"
+                f"longer support: make an environment with pip install {LEGACY_PACKAGES}, and activate it in the "
+                f"section [{card.name}] of cluster.conf"
             )
     return found

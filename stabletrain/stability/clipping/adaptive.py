@@ -50,11 +50,11 @@ from stabletrain.records import Clipped, GradNorms
 from stabletrain.stability.clipping.fixed import (
     Stateless,
     check_above_zero,
-    counts,
-    in_parts,
+    clip_factor,
+    clipped_as_a_whole,
+    clipped_in_parts,
+    may_enter_statistics,
     multiply_,
-    shortening,
-    whole,
 )
 from stabletrain.stability.parameter_roles import classifier
 
@@ -98,17 +98,17 @@ class AGC(Stateless):
         trained = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         clipped = [(p, gradient) for p, gradient in trained if p not in excluded]
         if not clipped:
-            return whole(1.0)
+            return clipped_as_a_whole(1.0)
         # Compute the factors of all units in one vector, so that few kernels run.
         measured = [unit_norms(gradient) for _, gradient in clipped]
         before = flat(measured)
-        factors = shortening(before, self.clipping * flat([unit_norms(p) for p, _ in clipped]).clamp(min=self.eps))
+        factors = clip_factor(before, self.clipping * flat([unit_norms(p) for p, _ in clipped]).clamp(min=self.eps))
         each = factors.split([norm.numel() for norm in measured])
         for (_, gradient), factor, norm in zip(clipped, each, measured, strict=True):
             gradient.mul_(factor.view(norm.shape))
         # The reported coefficient covers the whole gradient, so add the norms of the classifier.
         kept = [norms.each[i : i + 1] for i, (p, _) in enumerate(trained) if p in excluded]
-        return in_parts(norms, torch.cat([before * factors, *kept]), factors)
+        return clipped_in_parts(norms, torch.cat([before * factors, *kept]), factors)
 
 
 @dataclass
@@ -151,27 +151,28 @@ class AdaGC:
         """
         named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
         if not named:
-            return whole(1.0)
+            return clipped_as_a_whole(1.0)
         names = [name for name, _ in named]
-        seen, gamma = self._on(norms.each.device, names)
+        # By name, which a checkpoint stores: after a resume the parameters are other objects.
+        seen, gamma = self._statistics_on(norms.each.device, names)
         warming, known = seen < self.warmup_steps, gamma > 0
         # Use global clipping during the warm-up, and for tensors that have no gamma yet.
-        together = shortening(norms.total, self.max_norm).expand_as(gamma)
-        factors = torch.where(warming | ~known, together, shortening(norms.each, self.growth * gamma))
+        together = clip_factor(norms.total, self.max_norm).expand_as(gamma)
+        factors = torch.where(warming | ~known, together, clip_factor(norms.each, self.growth * gamma))
         torch._foreach_mul_([gradient for _, gradient in named], list(factors.unbind()))
         after = norms.each * factors
         # Update the gammas: the smallest norm during the warm-up, a moving average after it. A gamma rises by at most
         # a factor of beta + (1 - beta) growth per step (1.001 with the paper's values), so it would take long to
         # recover from a norm that is far too small.
-        taken = gate & counts(norms.total)
+        taken = gate & may_enter_statistics(norms.total)
         least = torch.where(known, torch.minimum(gamma, after), after)
         averaged = torch.where(known, self.beta * gamma + (1 - self.beta) * after, after)
         moved = torch.where(warming, least, averaged)
-        self._gamma |= zip(names, torch.where(taken & counts(after), moved, gamma).unbind(), strict=True)
+        self._gamma |= zip(names, torch.where(taken & may_enter_statistics(after), moved, gamma).unbind(), strict=True)
         self._seen = seen + taken
-        return in_parts(norms, after, factors)
+        return clipped_in_parts(norms, after, factors)
 
-    def _on(self, device: torch.device, names: list[str]) -> tuple[Tensor, Float32[Tensor, " n"]]:
+    def _statistics_on(self, device: torch.device, names: list[str]) -> tuple[Tensor, Float32[Tensor, " n"]]:
         """Returns the steps counted so far (int64) and each tensor's gamma (0 if it has none yet), on `device`."""
         seen = torch.zeros((), dtype=torch.int64, device=device) if self._seen is None else self._seen.to(device)
         none = torch.zeros((), device=device)
@@ -220,18 +221,18 @@ class ZClip:
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Scales every `.grad` in place by `coef`; updates the statistics if `gate` is open."""
         norm = norms.total
-        seen, mean, var = self._on(norm.device)
+        seen, mean, var = self._statistics_on(norm.device)
         std = var.sqrt()
         z = (norm - mean) / (std + 1e-6)
         stands_out = (seen >= self.warmup_steps) & (z > self.z_threshold)
         bound = torch.where(stands_out, mean + self.z_threshold**2 * std / z, self.max_norm).clamp(max=self.max_norm)
-        factor = shortening(norm, bound)
+        factor = clip_factor(norm, bound)
         multiply_(model, factor)
         # A NaN would stay in the mean forever.
-        self._take(norm * factor, gate & counts(norm))
-        return whole(factor)
+        self._update_statistics(norm * factor, gate & may_enter_statistics(norm))
+        return clipped_as_a_whole(factor)
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _statistics_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the number of norms seen (int64), their mean and their variance (fp32), on `device`."""
         if not self._statistics:
             zero = torch.zeros((), device=device)
@@ -240,7 +241,7 @@ class ZClip:
         self._statistics = moved
         return moved["seen"], moved["mean"], moved["var"]
 
-    def _take(self, norm: Float32[Tensor, ""], taken: Bool[Tensor, ""]) -> None:
+    def _update_statistics(self, norm: Float32[Tensor, ""], taken: Bool[Tensor, ""]) -> None:
         """Updates the statistics with `norm` if `taken`."""
         seen, mean, var = (self._statistics[name] for name in ("seen", "mean", "var"))
         # During the warm-up all norms have the same weight; then the averages move.

@@ -57,26 +57,26 @@ def multiply_(model: nn.Module, factor: Float32[Tensor, ""]) -> None:
         torch._foreach_mul_(found, factor)
 
 
-def shortening(
+def clip_factor(
     norm: Float32[Tensor, "*shape"], bound: float | Float32[Tensor, "*shape"] | Float32[Tensor, ""]
 ) -> Float32[Tensor, "*shape"]:
     """Returns `bound / norm` where the norm is finite and above the bound, else exactly 1; always finite."""
     return torch.where(torch.isfinite(norm) & (norm > bound), bound / norm, 1.0)
 
 
-def counts(norm: Float32[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+def may_enter_statistics(norm: Float32[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
     """Returns a mask of the norms that may enter a statistic: the square is finite and not 0, 4e-23 < norm < 1.8e19."""
     # A bound computed from norms of 0 would clip every later gradient to 0.
     square = norm * norm
     return torch.isfinite(square) & (square > 0)
 
 
-def whole(factor: Float32[Tensor, ""] | float) -> Clipped:
+def clipped_as_a_whole(factor: Float32[Tensor, ""] | float) -> Clipped:
     """Returns the report for a gradient that was multiplied by `factor` as a whole."""
     return Clipped(coef=factor)
 
 
-def in_parts(norms: GradNorms, after: Float[Tensor, " n"], factors: Float[Tensor, " m"]) -> Clipped:
+def clipped_in_parts(norms: GradNorms, after: Float[Tensor, " n"], factors: Float[Tensor, " m"]) -> Clipped:
     """Returns the report for a gradient whose parts were scaled separately.
 
     Args:
@@ -99,7 +99,7 @@ class NoClip(Stateless):
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Changes nothing; reports a coefficient of 1."""
         del model, gate
-        return whole(1.0)
+        return clipped_as_a_whole(1.0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class NormClip(Stateless):
         del gate
         factor = self.factor(norms)
         multiply_(model, factor)
-        return whole(factor)
+        return clipped_as_a_whole(factor)
 
     def factor(self, norms: GradNorms) -> Float32[Tensor, ""]:
         """Returns what every gradient is multiplied by, at most 1."""
@@ -148,10 +148,11 @@ class ValueClip(Stateless):
         del gate
         values = gradients(model)
         if not values:
-            return whole(1.0)
+            return clipped_as_a_whole(1.0)
         cut = torch.stack([(value.abs() > self.clip_value).sum() for value in values]).sum()
         torch._foreach_clamp_min_(values, -self.clip_value)
         torch._foreach_clamp_max_(values, self.clip_value)
+        # Clamping changes the direction, so the norm cannot be computed from a factor; in fp32, whatever the gradients.
         after = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32)))
         ratio = torch.nan_to_num(after / norms.total, nan=1.0).clamp(max=1.0)
         return Clipped(coef=ratio, active=cut.float() / sum(value.numel() for value in values))
@@ -188,11 +189,11 @@ class PerModuleClip(Stateless):
         del gate
         groups = by_module(model)
         if not groups:
-            return whole(1.0)
+            return clipped_as_a_whole(1.0)
         # `model.parameters()` goes module by module, so the norms of one module are adjacent in `norms.each`.
         sides = norms.each.split([len(group) for group in groups])
         before = torch.stack(torch._foreach_norm(list(sides), 2))
-        factors = shortening(before, self.max_norm)
+        factors = clip_factor(before, self.max_norm)
         for group, factor in zip(groups, factors.unbind(), strict=True):
             torch._foreach_mul_(group, factor)
-        return in_parts(norms, before * factors, factors)
+        return clipped_in_parts(norms, before * factors, factors)

@@ -227,10 +227,10 @@ class _Loss(Function):
         return None, None, None, None, *gradients
 
 
-CHUNK = 128
+CHUNK_MULTIPLE = 128
 """`auto` rounds the tokens of a chunk down to a multiple of this, which fills the tiles of a matrix product."""
 
-SHARE = 128
+SHARE_OF_MEMORY = 128
 """`auto` gives a chunk's fp32 logits this part of a card's memory, if that is more than `LOGITS_AT_ONCE` needs."""
 
 
@@ -238,8 +238,8 @@ def tokens_at_once(classes: int, device: torch.device) -> int:
     """Returns how many tokens `auto` puts into a chunk; depends only on the number of classes and the kind of card."""
     # Each chunk reads and writes the gradient of the whole head once, so larger chunks are faster. Free memory would
     # allow more, but it changes from run to run, and with the chunks the rounding.
-    logits = max(LOGITS_AT_ONCE, device_memory(device) // SHARE // 4)
-    return max(CHUNK, logits // classes // CHUNK * CHUNK)
+    logits = max(LOGITS_AT_ONCE, device_memory(device) // SHARE_OF_MEMORY // 4)
+    return max(CHUNK_MULTIPLE, logits // classes // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
 
 
 def with_loss_chunk(objective: Objective, wanted: str | int, model: nn.Module, able: bool) -> Objective | ChunkedLoss:

@@ -129,7 +129,7 @@ class CrossEntropy(Objective):
 
     def of_rows(self, logits: Float[Tensor, "n classes"], targets: Int[Tensor, " n"], n_valid: Count) -> LossTerms:
         """Returns the loss of some rows of logits, divided by `n_valid`."""
-        rows = logits.float()
+        rows = logits.float()  # in bf16, a log-sum-exp of about 11 (50,257 classes) would be rounded to steps of 1/16
         ce = F.cross_entropy(
             rows, targets, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=self.label_smoothing
         )
@@ -138,6 +138,7 @@ class CrossEntropy(Objective):
     def sums(self, outputs: Float[Tensor, "batch *time classes"], batch: Batch) -> dict[str, Tensor]:
         """Sums the cross-entropy over a validation batch, without label smoothing or z-loss; see `Objective`."""
         self.check(outputs, batch.targets)
+        # fp64, because the sums of all batches and ranks are added up: the order of addition then hardly matters.
         loss, correct = torch.zeros(2, dtype=torch.float64, device=outputs.device)
         for rows, wanted in in_parts(outputs.flatten(0, -2), batch.targets.flatten()):
             logits = rows.float()

@@ -42,13 +42,13 @@ from torch.optim import Optimizer
 from stabletrain.errors import ConfigError
 from stabletrain.stability.optimizers.gated import (
     Moments,
-    bias,
-    count_,
-    descend_,
+    advance_,
+    bias_correction,
     moments,
-    remember_,
     root_of_second,
     subtract_,
+    update_moments_,
+    update_weights_,
 )
 from stabletrain.stability.parameter_roles import check_moments, check_rates, decay_per_rate, decayed
 
@@ -128,11 +128,11 @@ class CappedAdamW(Optimizer):
             counts = torch.stack(known.steps) + 1
             # The moments take in this step's gradient first, so that RMS sees it in v. If the update is withheld, they
             # stay as they are, and so does everything that is computed from them below.
-            remember_(known, group)
-            root = root_of_second(known, bias(beta2, counts))
-            rates = group["lr"] / bias(beta1, counts) / rms(known.gradients, root, group["eps"]).clamp(min=1)
-            descend_(known, root, rates, group)
-            count_(known.steps, torch.ones_like(counts), known)
+            update_moments_(known, group)
+            root = root_of_second(known, bias_correction(beta2, counts))
+            rates = group["lr"] / bias_correction(beta1, counts) / rms(known.gradients, root, group["eps"]).clamp(min=1)
+            update_weights_(known, root, rates, group)
+            advance_(known.steps, torch.ones_like(counts), known)
 
 
 def rms(gradients: list[Tensor], root: list[Tensor], eps: float) -> Tensor:
@@ -142,7 +142,7 @@ def rms(gradients: list[Tensor], root: list[Tensor], eps: float) -> Tensor:
     return torch.stack(list(torch._foreach_div(norms, [ratio.numel() ** 0.5 for ratio in ratios])))
 
 
-LOWEST = 0.01
+RATE_AFTER_RESET = 0.01
 """Fraction of the learning rate right after a reset."""
 
 
@@ -211,18 +211,18 @@ class SpikeAwareAdamW(Optimizer):
             cleared = list(due.float().unbind())
             subtract_(both, list(torch._foreach_mul(both, [*cleared, *cleared])), known.withheld)
             # Clip spikes before the gradient enters the moments.
-            cut_spikes_(known, bias(beta2, since), group["theta"])
-            remember_(known, group)
+            clip_spikes_(known, bias_correction(beta2, since), group["theta"])
+            update_moments_(known, group)
             # Update the weights. The learning rate warms up after a reset, but not at the start of the run.
             counts = since + 1
             warm = torch.where(resets > 0, rewarmup(since, group["warmup_steps"]), 1.0)
-            rates = group["lr"] * warm / bias(beta1, counts)
-            descend_(known, root_of_second(known, bias(beta2, counts)), rates, group)
-            count_(known.steps, counts - done, known)
-            count_(counted, due, known)
+            rates = group["lr"] * warm / bias_correction(beta1, counts)
+            update_weights_(known, root_of_second(known, bias_correction(beta2, counts)), rates, group)
+            advance_(known.steps, counts - done, known)
+            advance_(counted, due, known)
 
 
-def cut_spikes_(known: Moments, unbias: Tensor, threshold: float) -> None:
+def clip_spikes_(known: Moments, unbias: Tensor, threshold: float) -> None:
     """Clips `known.gradients`, in place, to +-sqrt(threshold * v) where v > 0.
 
     Args:
@@ -244,5 +244,5 @@ def cut_spikes_(known: Moments, unbias: Tensor, threshold: float) -> None:
 
 def rewarmup(since: Tensor, warmup_steps: int) -> Tensor:
     """Returns the learning rate's factor `since` updates after a reset: 0.01 at 0, 1 from `warmup_steps` on."""
-    rising = 1 - (1 - LOWEST) * (1 + torch.cos(math.pi * since.double() / (warmup_steps + 1))) / 2
+    rising = 1 - (1 - RATE_AFTER_RESET) * (1 + torch.cos(math.pi * since.double() / (warmup_steps + 1))) / 2
     return torch.where(since < warmup_steps, rising, 1.0)

@@ -85,17 +85,17 @@ LARGEST_SPREAD = 1e6
 """Bound of `spread`: AdamW's update is then at most lr * 1640 / (1 - beta1)."""
 
 Range = tuple[str, float, float]
-ADAM: tuple[Range, ...] = (("lr", 0.0, 1e3), ("eps", 1e-15, 1e10), ("weight_decay", 0.0, 1e30))
-L2: tuple[Range, ...] = (("lr", 0.0, 1.0), ("weight_decay", 0.0, 1.0))
-SMALLEST_CAPTURABLE: tuple[Range, ...] = (("lr", 1e-30, 1e3),)
-SPAM: tuple[Range, ...] = (("theta", 1.0, 1e30), ("reset_interval", 1, math.inf), ("warmup_steps", 0, math.inf))
-SGD: tuple[Range, ...] = (
+ADAM_RANGES: tuple[Range, ...] = (("lr", 0.0, 1e3), ("eps", 1e-15, 1e10), ("weight_decay", 0.0, 1e30))
+L2_RANGES: tuple[Range, ...] = (("lr", 0.0, 1.0), ("weight_decay", 0.0, 1.0))
+CAPTURABLE_RANGES: tuple[Range, ...] = (("lr", 1e-30, 1e3),)
+SPAM_RANGES: tuple[Range, ...] = (("theta", 1.0, 1e30), ("reset_interval", 1, math.inf), ("warmup_steps", 0, math.inf))
+SGD_RANGES: tuple[Range, ...] = (
     ("lr", 0.0, 1e4),
     ("momentum", 0.0, 0.9999),
     ("dampening", 0.0, 1.0),
     ("weight_decay", 0.0, 1.0),
 )
-MUON: tuple[Range, ...] = (("lr", 0.0, 1e3), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, 1e30))
+MUON_RANGES: tuple[Range, ...] = (("lr", 0.0, 1e3), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, 1e30))
 
 
 def why_unproven(optimizer: Optimizer) -> str:
@@ -108,16 +108,16 @@ def why_unproven(optimizer: Optimizer) -> str:
         return f"{type(optimizer).__name__} is none of the optimizers that are proven to stay finite"
     if why := foreign_code(optimizer):
         return why
-    seen = [seen_of(group) for group in optimizer.param_groups]
-    looked_at = _LOOKED_AT.get(optimizer)
+    seen = [identity_of(group) for group in optimizer.param_groups]
+    looked_at = _CHECKED.get(optimizer)
     if looked_at is None or looked_at[0] != seen:
-        looked_at = seen, *look_at_parameters(optimizer)
-        _LOOKED_AT[optimizer] = looked_at
+        looked_at = seen, *check_parameters(optimizer)
+        _CHECKED[optimizer] = looked_at
     _, why, roundoffs = looked_at
     if why:
         return why
-    if (largest := _LARGEST_WEIGHT.get(optimizer, 0.0)) > LARGEST_START:
-        return f"a weight of {largest:.3g} is larger than {LARGEST_START:g}, for which nothing is proven"
+    if (largest := _LARGEST_WEIGHT.get(optimizer, 0.0)) > LARGEST_INITIAL_WEIGHT:
+        return f"a weight of {largest:.3g} is larger than {LARGEST_INITIAL_WEIGHT:g}, for which nothing is proven"
     for group, roundoff in zip(optimizer.param_groups, roundoffs, strict=True):
         if why := check(optimizer, group, roundoff):
             return why
@@ -129,23 +129,23 @@ def note_largest_weight(optimizer: Optimizer, value: float) -> None:
     _LARGEST_WEIGHT[optimizer] = value
 
 
-LARGEST_START = 1e17
+LARGEST_INITIAL_WEIGHT = 1e17
 """Bound of the weights before the first step."""
 
 _LARGEST_WEIGHT: "WeakKeyDictionary[Optimizer, float]" = WeakKeyDictionary()
 
-Seen = tuple[list[int], list[torch.dtype]]
+Identity = tuple[list[int], list[torch.dtype]]
 
-_LOOKED_AT: "WeakKeyDictionary[Optimizer, tuple[list[Seen], str, list[float]]]" = WeakKeyDictionary()
-"""What `look_at_parameters` found, with the `seen_of` that it holds for: looking takes longer."""
+_CHECKED: "WeakKeyDictionary[Optimizer, tuple[list[Identity], str, list[float]]]" = WeakKeyDictionary()
+"""Results of `check_parameters`, with the `identity_of` the groups: the check takes longer than the comparison."""
 
 
-def seen_of(group: Group) -> Seen:
+def identity_of(group: Group) -> Identity:
     """Returns what changes if other parameters are in a group, or if one gets another dtype."""
     return [*map(id, group["params"])], [*map(DTYPE, group["params"])]
 
 
-def look_at_parameters(optimizer: Optimizer) -> tuple[str, list[float]]:
+def check_parameters(optimizer: Optimizer) -> tuple[str, list[float]]:
     """Returns why a parameter is not covered by the proof, empty if all are; and each group's largest roundoff."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter.dtype not in ROUNDOFF:
@@ -180,7 +180,7 @@ def spread(beta1: float, beta2: float, roundoff: float) -> float:
 
 def adam_moments(group: Group, roundoff: float) -> str:
     """Returns why the moments of an Adam may not bound its update."""
-    if why := out_of_range(group, ADAM):
+    if why := out_of_range(group, ADAM_RANGES):
         return why
     beta1, beta2 = betas = group["betas"]
     if not isinstance(beta1, (float, int)) or not isinstance(beta2, (float, int)):
@@ -196,13 +196,13 @@ def adam(optimizer: Optimizer, group: Group, roundoff: float) -> str:
         return why
     if group["differentiable"]:
         return "differentiable=True is not proven"
-    if group["capturable"] and not group["fused"] and (why := out_of_range(group, SMALLEST_CAPTURABLE)):
+    if group["capturable"] and not group["fused"] and (why := out_of_range(group, CAPTURABLE_RANGES)):
         return f"{why}, with capturable=True and without fused=True"
     if getattr(optimizer, "grad_scale", None) is not None:
         return "its step divides gradients by a loss scale after they were judged"
     if not group["weight_decay"]:
         return ""
-    return decoupled(group) if group["decoupled_weight_decay"] else out_of_range(group, L2)
+    return decoupled(group) if group["decoupled_weight_decay"] else out_of_range(group, L2_RANGES)
 
 
 def decoupled(group: Group) -> str:
@@ -219,17 +219,17 @@ def capped(optimizer: Optimizer, group: Group, roundoff: float) -> str:
 
 def spike_aware(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `SpikeAwareAdamW` is not proven."""
-    return out_of_range(group, SPAM) or capped(optimizer, group, roundoff)
+    return out_of_range(group, SPAM_RANGES) or capped(optimizer, group, roundoff)
 
 
 def muon_and_adamw(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `MuonAndAdamW` is not proven."""
-    return out_of_range(group, MUON) if "ns_steps" in group else adam(optimizer, group, roundoff)
+    return out_of_range(group, MUON_RANGES) if "ns_steps" in group else adam(optimizer, group, roundoff)
 
 
 def sgd(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `torch.optim.SGD` is not proven."""
-    if why := out_of_range(group, SGD):
+    if why := out_of_range(group, SGD_RANGES):
         return why
     if group["differentiable"]:
         return "differentiable=True is not proven"
@@ -258,19 +258,19 @@ PROVEN: dict[type, Callable[[Any, Group, float], str]] = {
     SpikeAwareAdamW: spike_aware,
     MuonAndAdamW: muon_and_adamw,
 }
-"""What says why a group of each optimizer is not proven. Exact classes: a subclass may do anything."""
+"""By optimizer, the check that returns why a group is not proven. Exact classes: a subclass may do anything."""
 
 
-# ---- code of others in the step
+# ---- foreign code in the step
 
-HARMLESS = ("stabletrain.stability.", "stabletrain.checkpoint.", "stabletrain.guarded.", "torch.profiler")
+TRUSTED_HOOKS = ("stabletrain.stability.", "stabletrain.checkpoint.", "stabletrain.guarded.", "torch.profiler")
 """Modules whose step hooks keep the proof. Those of `stabletrain.faults` change the rate or the weights."""
 
-INSIDE = {"torch.optim.lr_scheduler": "func", "stabletrain.guarded.attach": "inner"}
+INNER_STEP = {"torch.optim.lr_scheduler": "func", "stabletrain.guarded.attach": "inner"}
 """By module, the variable in which a function that replaced an optimizer's `step` keeps the step that it calls."""
 
 
-CHECKERS = ("jaxtyping.", "beartype.")
+TYPE_CHECKERS = ("jaxtyping.", "beartype.")
 """Modules whose wrappers check types, in tests, and change nothing."""
 
 
@@ -281,23 +281,23 @@ def foreign_code(optimizer: Optimizer) -> str:
     if before or after or all_before or all_after:
         for hooks in (before, after, all_before, all_after):
             for hook in hooks.values():
-                if not (getattr(hook, "__module__", None) or "").startswith(HARMLESS):
+                if not (getattr(hook, "__module__", None) or "").startswith(TRUSTED_HOOKS):
                     return f"{getattr(hook, '__qualname__', hook)} is hooked into its step"
     step: Any = type(optimizer).step
     replaced = vars(optimizer).get("step")
-    if replaced is not None and own_step(replaced) is not step:
+    if replaced is not None and innermost_step(replaced) is not step:
         return "its step was replaced"
-    return "" if written_here(step) else f"{type(optimizer).__name__}.step was replaced"
+    return "" if is_known_code(step) else f"{type(optimizer).__name__}.step was replaced"
 
 
-def own_step(replaced: Any) -> Any:
+def innermost_step(replaced: Any) -> Any:
     """Returns the step inside of those that learning rate schedulers and `Guard.attach` put around it."""
     function = getattr(replaced, "__func__", replaced)
     # Not `__module__`: `functools.wraps` copies that of the function inside.
     while module := module_of(function):
-        if module.startswith(CHECKERS):
+        if module.startswith(TYPE_CHECKERS):
             function = function.__wrapped__
-        elif (name := INSIDE.get(module)) in (variables := function.__code__.co_freevars):
+        elif (name := INNER_STEP.get(module)) in (variables := function.__code__.co_freevars):
             inner = function.__closure__[variables.index(name)].cell_contents
             function = getattr(inner, "__func__", inner)
         else:
@@ -311,22 +311,22 @@ def module_of(function: Any) -> str:
 
 
 @lru_cache
-def written_here(step: Any) -> bool:
+def is_known_code(step: Any) -> bool:
     """Returns whether a class's `step`, and all that is wrapped around it, is code of PyTorch or of this package."""
     while step is not None:
-        if not module_of(step).startswith(("torch.", "stabletrain.", *CHECKERS)):
+        if not module_of(step).startswith(("torch.", "stabletrain.", *TYPE_CHECKERS)):
             return False
         step = getattr(step, "__wrapped__", None)
     return True
 
 
-# ---- what else changes gradients or weights in a step
+# ---- other changes of gradients and weights in a step
 
 
 def clipping_is_proven(clipping: Any) -> bool:
     """Returns whether a clipping is proven to make no value of a gradient larger, nor NaN.
 
-    Each of this package's multiplies by factors in [0, 1] or clamps. `shortening` divides only where the norm is
+    Each of this package's multiplies by factors in [0, 1] or clamps. `clip_factor` divides only where the norm is
     finite and above the bound, so the quotient is at most 1 and never 0 / 0; a bound of NaN, as of statistics that
     went wrong, fails that comparison and gives 1. `NormClip` divides by the norm + 1e-6.
     """

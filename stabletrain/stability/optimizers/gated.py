@@ -1,8 +1,9 @@
 """Adam's moments behind a gate on the device: shared code of the optimizers in this package.
 
 An optimizer that sets `_step_supports_amp_scaling` receives the guard's gate as `found_inf` (0-d, 1 if the update is to
-be skipped), as PyTorch's fused kernels do. It writes with `remember_` and `subtract_`, which are such kernels, or with
-`write_`. All keep every bit of the targets if the update is skipped, even if gradients are NaN. No host read is needed.
+be skipped), as PyTorch's fused kernels do. It writes with `update_moments_` and `subtract_`, which are such kernels, or
+with `write_where_`. All keep every bit of the targets if the update is skipped, even if gradients are NaN. No host read
+is needed.
 """
 
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def gate(optimizer: Optimizer, device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.bool, device=device) if withheld is None else withheld.to(device) == 0
 
 
-def write_(targets: list[Tensor], values: list[Tensor], where: Tensor) -> None:
+def write_where_(targets: list[Tensor], values: list[Tensor], where: Tensor) -> None:
     """Writes `values` into `targets` if `where` (0-d bool) is true; else keeps every bit of `targets`."""
     for target, value in zip(targets, values, strict=True):
         torch.where(where, value, target, out=target)
@@ -103,7 +104,7 @@ def subtract_(targets: list[Tensor], amounts: list[Tensor], withheld: Tensor, de
     )
 
 
-def remember_(known: Moments, group: dict[str, Any]) -> None:
+def update_moments_(known: Moments, group: dict[str, Any]) -> None:
     """Adds `known.gradients` to the running means `known.first` and `known.second`, unless the update is withheld."""
     beta1, beta2 = group["betas"]
     # A step of AdamW with learning rate 0, on weights that are then dropped.
@@ -126,15 +127,15 @@ def remember_(known: Moments, group: dict[str, Any]) -> None:
     )
 
 
-def count_(counters: list[Tensor], added: Tensor, known: Moments) -> None:
+def advance_(counters: list[Tensor], added: Tensor, known: Moments) -> None:
     """Adds one value of `added` (`[counters]`) to each counter, unless the update is withheld."""
     # Counters are finite, so adding 0 changes no bit.
     torch._foreach_add_(counters, list(torch.where(known.open, added, 0).to(counters[0].dtype).unbind()))
 
 
-def bias(beta: float, counts: Tensor) -> Tensor:
+def bias_correction(beta: float, counts: Tensor) -> Tensor:
     """Returns Adam's bias correction, 1 - beta^count, for each count in float64."""
-    return 1 - beta ** counts.double()
+    return 1 - beta ** counts.double()  # fp32 would lose the difference for a beta near 1 in the first updates
 
 
 def root_of_second(known: Moments, unbias: Tensor) -> list[Tensor]:
@@ -144,7 +145,7 @@ def root_of_second(known: Moments, unbias: Tensor) -> list[Tensor]:
     return root
 
 
-def descend_(known: Moments, root: list[Tensor], rates: Tensor, group: dict[str, Any]) -> None:
+def update_weights_(known: Moments, root: list[Tensor], rates: Tensor, group: dict[str, Any]) -> None:
     """Applies weight decay with the group's full learning rate, and AdamW's update with `rates`.
 
     Args:

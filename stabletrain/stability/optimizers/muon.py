@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.optimizers.gated import copies, gate, write_
+from stabletrain.stability.optimizers.gated import copies, gate, write_where_
 from stabletrain.stability.parameter_roles import (
     check_moments,
     check_momentum,
@@ -148,4 +148,4 @@ class MuonAndAdamW(Optimizer):
         largest = torch.stack([*torch._foreach_norm(changed, math.inf)]).view(2, -1)  # of each weight, of its momentum
         skipped = ~(gate(self, weights[0].device) & largest.isfinite().all(dim=0))
         for tensor, old, where in zip(changed, before, [*skipped, *skipped], strict=True):
-            write_([tensor], [old], where)
+            write_where_([tensor], [old], where)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from stabletrain.errors import ConfigError
 from stabletrain.stability.precision.autocast import Unscaled, in_fp32_modules, with_mixin
 
-LOW = -(1 << 16)
+UPPER_BITS = -(1 << 16)
 """Mask of the upper 16 bits of an fp32 value, which are its bf16 bits."""
 
 
@@ -44,7 +44,7 @@ class Bf16Parameters(Unscaled):
                 f"precision=bf16_params: {type(model).__name__} has no linear layer or convolution outside of "
                 "precision.fp32_modules whose weight could be stored in bf16: use precision=bf16"
             )
-        Rounding(weights).around(optimizer)
+        Rounding(weights).attach(optimizer)
 
 
 class Bf16Module(nn.Module):
@@ -100,7 +100,7 @@ class Rounding:
         self.weights = list(weights)
         self._kept: list[tuple[Tensor, Tensor | None]] = []
 
-    def around(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Optimizer) -> None:
         """Registers `widen_` before and `round_` after every step of `optimizer`."""
         optimizer.register_step_pre_hook(self.widen_)
         optimizer.register_step_post_hook(self.round_)
@@ -131,6 +131,6 @@ def round_stochastically(x: Float32[Tensor, "*shape"]) -> BFloat16[Tensor, "*sha
     # float grows with its bits, whatever the sign.
     bits = x.view(torch.int32)
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device)
-    either, down = ((bits + noise) & LOW).view(torch.float32), (bits & LOW).view(torch.float32)
+    either, down = ((bits + noise) & UPPER_BITS).view(torch.float32), (bits & UPPER_BITS).view(torch.float32)
     rounded = torch.where(torch.isfinite(either), either, down)
     return torch.where(torch.isfinite(x), rounded, x).bfloat16()

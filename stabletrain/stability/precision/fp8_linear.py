@@ -43,7 +43,7 @@ RECIPES = {
 }
 """torchao's recipes, and what they do."""
 
-MULTIPLE = 16
+SIZE_MULTIPLE = 16
 """The kernels need sizes that are multiples of this."""
 
 
@@ -106,7 +106,7 @@ class Fp8Linears(Unscaled):
         if not chosen:
             raise ConfigError(
                 f"precision=fp8: {type(model).__name__} has no linear layer for it, besides its head: sizes must be "
-                f"multiples of {MULTIPLE}, and convolutions have no fp8; use precision=bf16"
+                f"multiples of {SIZE_MULTIPLE}, and convolutions have no fp8; use precision=bf16"
             )
         self.convert([model.get_submodule(name) for name in chosen])
         linears = f"{len(chosen)} Linear{'' if len(chosen) == 1 else 's'}"
@@ -136,7 +136,7 @@ class Fp8Module(nn.Module):
         rows = input.to(dtype).reshape(-1, self.in_features)
         # The sum over the rows in the weight's gradient needs a multiple of 16 of them. Rows of zeros change no scale.
         count = rows.shape[0]
-        padded = F.pad(rows, (0, 0, 0, -count % MULTIPLE)) if count % MULTIPLE else rows
+        padded = F.pad(rows, (0, 0, 0, -count % SIZE_MULTIPLE)) if count % SIZE_MULTIPLE else rows
         # The input is cast. torchao would ask for the dtype of CUDA's autocast, also on a CPU.
         with torch.autocast(device, enabled=False):
             output = super().forward(padded)
@@ -187,8 +187,8 @@ def choose_linears(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str]
             others[name] = "in precision.fp32_modules"
         elif id(module) in narrow:
             others[name] = "in precision.bf16_modules"
-        elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-            others[name] = f"its size is no multiple of {MULTIPLE}"
+        elif module.in_features % SIZE_MULTIPLE or module.out_features % SIZE_MULTIPLE:
+            others[name] = f"its size is no multiple of {SIZE_MULTIPLE}"
         else:
             chosen.append(name)
     return chosen, others
@@ -212,7 +212,7 @@ def torchao_config(recipe: str, emulate: bool) -> Any:
         ConfigError: torchao is not installed, or it is too old.
     """
     try:
-        with quiet("torch.utils._pytree"):  # torchao 0.18 registers an enum in a way that PyTorch 2.15 deprecates
+        with silenced("torch.utils._pytree"):  # torchao 0.18 registers an enum in a way that PyTorch 2.15 deprecates
             from torchao.float8 import Float8LinearConfig
     except ImportError as error:
         raise ConfigError(
@@ -223,7 +223,7 @@ def torchao_config(recipe: str, emulate: bool) -> Any:
 
 
 @contextlib.contextmanager
-def quiet(name: str) -> Any:
+def silenced(name: str) -> Any:
     """Silences the warnings of a logger."""
     logger = logging.getLogger(name)
     level = logger.level

@@ -51,9 +51,9 @@ class LossScaled(Unscaled):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_scale(self.init_scale, self.growth_interval, self.min_scale)
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._scale = torch.tensor(float(self.init_scale), device=self.device)
         self._clean = torch.zeros((), dtype=torch.int64, device=self.device)
 
@@ -71,6 +71,7 @@ class LossScaled(Unscaled):
 
     def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""]:
         """Returns whether the loss is finite, the gradients are not, and the scale is above its floor."""
+        # A loss that is not finite itself has another cause than the scale. One comparison tests both numbers.
         finite_loss, finite_norm = (torch.stack([terms.total, norms.total]).abs() < math.inf).unbind()
         return finite_loss & ~finite_norm & (self._scale > self.min_scale)
 
@@ -80,6 +81,7 @@ class LossScaled(Unscaled):
 
     def update(self, overflow: Bool[Tensor, ""] | bool, applied: Bool[Tensor, ""]) -> None:
         """Adjusts the scale after a step; a step skipped for another reason than overflow changes nothing."""
+        # Both outcomes are computed and one is selected, so that the host need not read `overflow`.
         clean = self._clean + applied
         grow = clean >= self.growth_interval
         grown = torch.where(grow, (self._scale * 2.0).clamp(max=LARGEST_SCALE), self._scale)
@@ -92,9 +94,9 @@ class LossScaled(Unscaled):
         return {"scale": self._scale, "clean": self._clean}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores the scale and its step count; both begin anew if `state` was saved in another precision (empty)."""
+        """Restores the scale and its step count; resets both if `state` is of another precision (empty)."""
         if not state:
-            self._begin()
+            self._reset()
         else:
             self._scale = state["scale"].to(self._scale)
             self._clean = state["clean"].to(self._clean)

@@ -14,14 +14,14 @@ from stabletrain.cli.sweep import member, plan
 from stabletrain.cli.sweep.member import Member, stop_file, stopped_with_others, stopping_all
 from stabletrain.config.arguments import parse_arguments
 from stabletrain.errors import ConfigError
-from stabletrain.machine.signals import STOPS, StopRequest
+from stabletrain.machine.signals import STOP_SIGNALS, StopRequest
 from tests.cli.sweep.given import RUNS, grid_of, ran
 
 
 @pytest.fixture(autouse=True)
 def _handlers():
     """Restores the signal handlers after each test, also if it fails."""
-    before = {number: signal.getsignal(number) for number in STOPS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -120,7 +120,7 @@ def test_it_says_how_it_ended(job, sweep, tmp_path, capsys, monkeypatch):
 
 
 def test_a_signal_asks_all_runs_to_stop_and_a_second_ctrl_c_interrupts(tmp_path):
-    before = [signal.getsignal(number) for number in STOPS]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     stop_file(tmp_path).touch()  # of an earlier start
     with stopping_all(tmp_path):
         assert not stop_file(tmp_path).exists()
@@ -130,19 +130,19 @@ def test_a_signal_asks_all_runs_to_stop_and_a_second_ctrl_c_interrupts(tmp_path)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert not stop_file(tmp_path).exists()
-    assert [signal.getsignal(number) for number in STOPS] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_a_run_beside_others_stops_with_them(tmp_path, monkeypatch):
     monkeypatch.setattr(member, "LOOK", 0.001)
-    before, threads = [signal.getsignal(number) for number in STOPS], threading.active_count()
+    before, threads = [signal.getsignal(number) for number in STOP_SIGNALS], threading.active_count()
     with stopped_with_others(tmp_path), StopRequest() as stop:
         stop_file(tmp_path).touch()
         deadline = time.monotonic() + 60
         while not stop.name and time.monotonic() < deadline:
             time.sleep(0.001)
         assert stop.name == "SIGTERM"
-    assert [signal.getsignal(number) for number in STOPS] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     assert threading.active_count() == threads, "nothing watches any more"
 
 

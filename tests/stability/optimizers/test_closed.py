@@ -426,7 +426,7 @@ def test_hooks_of_this_package_keep_the_proof_but_not_an_injected_fault():
     handles = fault.inject(TrainState(nn.Linear(1, 1), optimizer), None)
     assert "raise_rates is hooked into its step" in why_unproven(optimizer)
     for handle in handles:
-        handle.remove()
+        handle()
     assert why_unproven(optimizer) == ""
 
 

@@ -10,16 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stabletrain.stability.optimizers import SPAM, StableAdamW
 from stabletrain.stability.optimizers.gated import (
     LARGEST_GRADIENT,
-    bias,
+    advance_,
+    bias_correction,
     copies,
-    count_,
-    descend_,
     gate,
     moments,
-    remember_,
     root_of_second,
     subtract_,
-    write_,
+    update_moments_,
+    update_weights_,
+    write_where_,
 )
 from tests.stability.optimizers.given import ADAM, SPAM_
 
@@ -90,9 +90,9 @@ def test_an_open_gate_writes_values_and_a_closed_one_keeps_every_bit():
     payload = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)  # a NaN with bits of its own
     target, value = torch.cat([before, payload]), torch.tensor([math.nan, 2.0, 3.0, math.inf, 4.0])
     bits = target.view(torch.int32).clone()
-    write_([target], [value], torch.tensor(False))
+    write_where_([target], [value], torch.tensor(False))
     assert torch.equal(target.view(torch.int32), bits)
-    write_([target], [value], torch.tensor(True))
+    write_where_([target], [value], torch.tensor(True))
     assert torch.equal(target.view(torch.int32), value.view(torch.int32))
 
 
@@ -114,7 +114,7 @@ def test_a_subtraction_behind_a_closed_gate_keeps_every_bit(shape):
 def test_counters_count_applied_updates_only(withheld):
     optimizer, _ = made(1.0, 1.0, withheld=withheld)
     known = moments(optimizer, optimizer.param_groups[0])
-    count_(known.steps, torch.tensor([1.0, -3.0]), known)
+    advance_(known.steps, torch.tensor([1.0, -3.0]), known)
     assert [step.item() for step in known.steps] == ([0.0, 0.0] if withheld else [1.0, -3.0])
 
 
@@ -161,7 +161,7 @@ def test_running_means_are_written_only_through_an_open_gate(withheld):
     known.first[0].fill_(1.0)
     known.second[0].fill_(2.0)
     with torch.no_grad():
-        remember_(known, GROUP)
+        update_moments_(known, GROUP)
     state = optimizer.state[parameter]
     first, second = (1.0, 2.0) if withheld else (0.9 * 1 + 0.1 * 3, 0.99 * 2 + 0.01 * 9)
     torch.testing.assert_close(state["exp_avg"], torch.full((2, 3), first))
@@ -170,7 +170,7 @@ def test_running_means_are_written_only_through_an_open_gate(withheld):
 
 def test_bias_correction_is_1_minus_beta_to_the_count():
     counts = torch.tensor([1.0, 2.0, 1e6])
-    found = bias(0.9, counts)
+    found = bias_correction(0.9, counts)
     assert found.dtype == torch.float64
     assert found.tolist() == pytest.approx([0.1, 0.19, 1.0], rel=1e-12)
 
@@ -185,6 +185,6 @@ def test_descend_applies_the_adamw_update(withheld):
     root = root_of_second(known, torch.tensor([0.25], dtype=torch.float64))
     torch.testing.assert_close(root[0], torch.full((2, 3), 0.4))
     with torch.no_grad():
-        descend_(known, root, torch.tensor([0.02], dtype=torch.float64), GROUP)
+        update_weights_(known, root, torch.tensor([0.02], dtype=torch.float64), GROUP)
     expected = before if withheld else before * (1 - 0.01 * 0.5) - 0.02 * 0.3 / (0.4 + 1e-8)
     torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-6, atol=1e-7)
