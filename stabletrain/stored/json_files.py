@@ -10,8 +10,9 @@ import math
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast
 
 from stabletrain.errors import ConfigError
 from stabletrain.stored.files import read_file
@@ -137,70 +138,69 @@ def check_type(value: Any, kind: Any, name: str = "") -> None:
         ValueError: the value has another type; the message gives its path and value.
     """
     if wrong := difference(value, kind):
-        path, expected = wrong
-        shown = "/".join(filter(None, [name, *path]))
-        raise ValueError(f"{shown or 'its content'} is {brief(value_at(value, path))}, not {expected}")
+        shown = "/".join(filter(None, [name, *wrong.path]))
+        raise ValueError(f"{shown or 'its content'} is {brief(wrong.value)}, not {wrong.expected}")
 
 
-def difference(value: Any, kind: Any) -> tuple[list[str], str] | None:
-    """Returns the path of the first value of another type and what was expected there; None if there is none."""
-    origin = typing.get_origin(kind)
+class Difference(NamedTuple):
+    """A value that has another type, the keys that lead to it, and what was expected there."""
+
+    path: list[str]
+    value: Any
+    expected: str
+
+
+PLAIN = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+"""What messages call the plain types."""
+
+
+def difference(value: Any, kind: Any) -> Difference | None:
+    """Returns the first difference of a value from a type; None if there is none. See `check_type`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return None
     if typing.is_typeddict(kind):
         if not isinstance(value, dict):
-            return [], "an object"
-        for key, inner in hints_of(kind).items():
-            if key not in value:
-                if key in kind.__required_keys__:
-                    return [], f"an object with the key {key}"
-            elif wrong := difference(value[key], inner):
-                return [key, *wrong[0]], wrong[1]
-        return None
+            return Difference([], value, "an object")
+        if missing := kind.__required_keys__ - value.keys():
+            return Difference([], value, f"an object with the key {min(missing)}")
+        return first_inside(value, {key: inner for key, inner in hints_of(kind).items() if key in value})
     if origin in (list, dict):
         if not isinstance(value, origin):
-            return [], "a list" if origin is list else "an object"
-        inner = typing.get_args(kind)[-1]
-        for key, each in enumerate(value) if isinstance(value, list) else value.items():
-            if wrong := difference(each, inner):
-                return [str(key), *wrong[0]], wrong[1]
-        return None
+            return Difference([], value, "a list" if origin is list else "an object")
+        keys = range(len(value)) if isinstance(value, list) else value
+        return first_inside(value, dict.fromkeys(keys, arguments[-1]))
     if origin in (Union, types.UnionType):
-        found = [difference(value, each) for each in typing.get_args(kind)]
+        found = [difference(value, each) for each in arguments]
         # The kind that fits best names the difference: one inside the value, if there is one.
-        return None if None in found else max(cast("Any", found), key=lambda wrong: len(wrong[0]))
+        return None if None in found else max(cast("Any", found), key=lambda wrong: len(wrong.path))
     if origin is Literal:
-        return None if value in typing.get_args(kind) else ([], f"one of {', '.join(map(str, typing.get_args(kind)))}")
+        return None if value in arguments else Difference([], value, f"one of {', '.join(map(str, arguments))}")
     if kind is Count:
-        return None if is_int(value) and value >= 0 else ([], "a whole number of at least 0")
+        return None if is_int(value) and value >= 0 else Difference([], value, "a whole number of at least 0")
     if origin is Annotated:
-        return next(filter(None, (difference(value, each) for each in typing.get_args(kind))), None)
-    names = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
-    fits = {
-        int: is_int,
-        float: lambda it: isinstance(it, float) or is_int(it),
-    }.get(kind, lambda it: kind is Any or isinstance(it, kind))
-    return None if fits(value) else ([], names[kind])
+        return next(filter(None, (difference(value, each) for each in arguments)), None)
+    fits = isinstance(value, float) or is_int(value) if kind is float else isinstance(value, kind)
+    return None if fits and not (kind is int and isinstance(value, bool)) else Difference([], value, PLAIN[kind])
 
 
-HINTS: dict[Any, dict[str, Any]] = {}
+def first_inside(value: Any, kinds: Mapping[Any, Any]) -> Difference | None:
+    """Returns the first difference of the values of an object or a list from their types, by key."""
+    for key, kind in kinds.items():
+        if wrong := difference(value[key], kind):
+            return wrong._replace(path=[str(key), *wrong.path])
+    return None
 
 
+@cache
 def hints_of(kind: Any) -> dict[str, Any]:
     """Returns the types of a `TypedDict`'s keys."""
-    if kind not in HINTS:
-        HINTS[kind] = typing.get_type_hints(kind, include_extras=True)
-    return HINTS[kind]
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def is_int(value: Any) -> bool:
     """Returns whether a value is an integer, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def value_at(value: Any, path: list[str]) -> Any:
-    """Returns the value at a path."""
-    for key in path:
-        value = value[int(key)] if isinstance(value, list) else cast("Mapping[str, Any]", value)[key]
-    return value
 
 
 def brief(value: Any) -> str:
