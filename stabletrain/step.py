@@ -68,7 +68,7 @@ class InFlight:
     Attributes:
         own: this rank's own numbers of the step, on the device; None in a single process.
         undone: whether the update was applied and then undone, because it was not finite.
-        computed_again: whether the step was computed again since, so that the gradients at hand are its own.
+        recomputed: whether the step was computed again since, so that the gradients at hand are its own.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class InFlight:
             wait_for: waits for a CUDA event.
         """
         self._wait_for = wait_for
-        self.own, self.undone, self.computed_again = own, undone, False
+        self.own, self.undone, self.recomputed = own, undone, False
         self._known: dict[str, Any] = {"step": step, "lr": lr, **numbers}
         self._terms = {f"terms/{name}": name for name in terms}  # no field of `Reading` has a slash in its name
         self._known |= {key: terms[name] for key, name in self._terms.items()}

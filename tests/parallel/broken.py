@@ -52,7 +52,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "prepare": ("stabletrain.parallel.whole.GatheredState.prepare", raises(MemoryError("no room for a model"))),
     "send": ("stabletrain.parallel.whole.Gather._fill", fails_on(Gather._fill, lambda shard: not is_piece(shard))),
     "receive": ("stabletrain.parallel.whole.Gather._take", fails_on(Gather._take, lambda shard: len(shard.shape) > 1)),
-    "older": ("stabletrain.trainer.rollback.Rollback.older_state", raises(RuntimeError("no snapshot"))),
+    "older": ("stabletrain.checkpoint.snapshots.Snapshots.newest", raises(RuntimeError("no snapshot"))),
     "send older": ("stabletrain.parallel.whole.Gather._fill", fails_on(Gather._fill, is_piece)),
     "replay": (f"{FORENSICS}.replay.perform", raises(RuntimeError("no replay"))),
     "investigate": (f"{FORENSICS}.handler.investigate", raises(RuntimeError("no findings"))),

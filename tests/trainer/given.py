@@ -27,6 +27,7 @@ from stabletrain.trainer.history import History
 from stabletrain.trainer.incidents import ExecutedStep
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
+from stabletrain.trainer.saved_states import SavedStates
 from stabletrain.trainer.tools import build_tools
 
 CPU = torch.device("cpu")
@@ -174,6 +175,14 @@ def make_run(
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     parallel, tracker, history, batches = parallel or SingleProcess(), Recorder(), History(), Batches()
     tools = build_tools(precision, guard=guard or NoGuard(), parallel=parallel)
+    saved = SavedStates(
+        state,
+        {"guard": tools.guard, "history": history},
+        guard=tools.guard,
+        checkpoints=checkpoints or NoCheckpoints(),
+        tracker=tracker,
+        run_id="tinytiny",
+    )
     return TrainingRun(
         plan=Plan(steps, 1, eval_every, log_every),
         state=state,
@@ -184,15 +193,6 @@ def make_run(
         monitoring=Monitoring(NoMonitors(), RollingStats(), Usage(CPU), NoForecast()),
         forensics=Forensics(handler or Handler(), lambda: nn.Linear(4, 3), {"config": {"steps": steps}}),
         output=Output(tracker, Folder(), NoPage(), str),
-        rollback=Rollback(
-            state,
-            {"guard": tools.guard, "history": history},
-            history=history,
-            guard=tools.guard,
-            checkpoints=checkpoints or NoCheckpoints(),
-            batches=batches,
-            tracker=tracker,
-            run_id="tinytiny",
-        ),
+        rollback=Rollback(saved, history=history, guard=tools.guard, batches=batches, tracker=tracker),
         history=history,
     )
