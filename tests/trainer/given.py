@@ -17,7 +17,7 @@ from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import Batch, Reading, TrainState
+from stabletrain.records import Batch, DeviceReading, Reading, TrainState
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import NoGuard
 from stabletrain.step import InFlight
@@ -63,9 +63,9 @@ def reading(step: int = 1, **changed: Any) -> Reading:
 def executed(numbers: Reading, read: Batch | None = None) -> ExecutedStep:
     """The executed step whose reading is `numbers`."""
     known = numbers._asdict()
-    lr, step, applied, terms = (known.pop(name) for name in ("lr", "step", "applied", "terms"))
-    known = {name: torch.tensor(float(value)) for name, value in known.items()} | {"withheld": float(not applied)}
-    return ExecutedStep(InFlight(step, lr, terms, known), read or batch(), 3, Buffers([]).save())
+    host = {name: known.pop(name) for name in ("lr", "step", "terms")} | {"withheld": float(not known.pop("applied"))}
+    known = {name: torch.tensor(float(value)) for name, value in known.items()}
+    return ExecutedStep(InFlight(DeviceReading(**host, **known)), read or batch(), 3, Buffers([]).save())
 
 
 class Recorder(NoTracker):
