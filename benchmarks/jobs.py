@@ -11,7 +11,7 @@ from stabletrain.step import Computed, commit, compute
 from stabletrain.trainer.build import build
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.incidents import ExecutedStep
-from stabletrain.trainer.loop import settle, watch
+from stabletrain.trainer.loop import judge_step, run_monitors
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.step_log import NOTHING
 
@@ -92,8 +92,7 @@ class Rounds:
     """The rounds of `loop.train`, one at a time, without evaluations and checkpoints.
 
     Takes a snapshot when constructed. Calling it executes a whole round with everything that is due. `compute`,
-    `settle` and
-    `commit` execute a round's stages alone, without monitors and snapshots.
+    `settle` and `commit` execute a round's stages alone, without monitors and snapshots.
 
     Attributes:
         job: the run.
@@ -105,7 +104,7 @@ class Rounds:
         self._throughput = Throughput(job.history)
         self._computed: tuple[Batch, list[Batch], Computed] | None = None
         self._executed: ExecutedStep | None = None
-        self.job.rollback.take_snapshot()
+        self.job.saved.take_snapshot()
 
     def __call__(self) -> None:
         """Executes one round: computes a step, settles the previous one, applies the update, and does what is due."""
@@ -130,8 +129,8 @@ class Rounds:
         executed, self._executed = self._executed, None
         if executed is None:
             return True
-        if settle(self.job, executed, self._throughput, seen):
-            if executed.in_flight.computed_again:  # the gradients at hand are that step's
+        if judge_step(self.job, executed, self._throughput, seen):
+            if executed.in_flight.recomputed:  # the gradients at hand are that step's
                 self.compute()
             return True
         self._computed = None
@@ -167,9 +166,9 @@ class Rounds:
         """Runs the monitors' second half, and takes a snapshot if due; both require that the step is settled first."""
         if self._computed is None:
             return
-        putting_by = self.job.rollback.snapshot_due(self.job.state.step)
+        putting_by = self.job.saved.snapshot_due(self.job.state.step)
         if watching or putting_by:
-            seen = watch(self.job, self._executed) if watching else NOTHING
+            seen = run_monitors(self.job, self._executed) if watching else NOTHING
             if self.settle(seen) and putting_by:
-                self.job.rollback.take_snapshot()
+                self.job.saved.take_snapshot()
                 self.done["snapshots"] += 1

@@ -94,26 +94,26 @@ class Turn:
             job.data.batches.get(job.state.step)
 
         taken = self._clock.seconds(work)
-        job.rollback.checkpoints.wait()
+        job.saved.checkpoints.wait()
         return taken
 
     def __call__(self) -> dict[str, float]:
         """Takes one turn: returns the seconds of each quantity, and of a step."""
         job, found = self.job, {}
         steps = [self.step() for _ in range(PLAIN_STEPS)]
-        found["snapshot"] = self.seconds(self.recovery.take_snapshot)
+        found["snapshot"] = self.seconds(self.job.saved.take_snapshot)
         put_by = job.state.step
         steps.append(self.step())  # the snapshot is healthy now
-        found["checkpoint"] = self.seconds(lambda: self.recovery.save(None))
+        found["checkpoint"] = self.seconds(lambda: job.saved.save(None))
         beside = [self.step() for _ in range(2)]
-        while not job.rollback.checkpoints.saved(put_by + 1) and len(beside) < 1000:
+        while not job.saved.checkpoints.saved(put_by + 1) and len(beside) < 1000:
             beside.append(self.step())
-        job.rollback.checkpoints.wait()
+        job.saved.checkpoints.wait()
         assert job.tools.guard.states.target == put_by, f"healthy is {job.tools.guard.states.target}, not {put_by}"
         found["rollback from memory"] = self.rollback()
         assert job.state.step == put_by
         steps += [self.step() for _ in range(PLAIN_STEPS)]
-        job.rollback.snapshots.retain([])
+        job.saved.snapshots.retain([])
         found["rollback from disk"] = self.rollback()
         assert job.state.step == put_by
         found["step"] = statistics.median(steps)
@@ -125,7 +125,7 @@ def stalls(folder: Path, overrides: Sequence[str], clock: Clock, rounds: int) ->
     """Returns the turns of one run, without the warm-up turn."""
     turn = Turn(folder, overrides, clock)
     turn.step()
-    first = turn.seconds(turn.recovery.take_snapshot)
+    first = turn.seconds(turn.job.saved.take_snapshot)
     turn()
     found = [turn() for _ in range(rounds)]
     turn.run.close()

@@ -121,6 +121,17 @@ class SavedBuffers:
     memory: UInt8[Tensor, " bytes"] | None
     others: list[Tensor]
 
+    def put_back(self, buffers: Buffers | None = None) -> None:
+        """Restores these values, bit for bit, and puts the tensors back into their modules.
+
+        Args:
+            buffers: the buffers that get the values; by default those that were copied.
+        """
+        buffers = buffers or self.buffers
+        if buffers.tensors:
+            buffers.put_back()
+            buffers.restore_(self, torch.zeros((), dtype=torch.bool, device=buffers.tensors[0].device))
+
     def tensors(self) -> list[Tensor]:
         """Returns the saved values with the buffers' shapes and dtypes, in the order of `model.buffers()`."""
         return self.buffers.like(self.memory, self.others)

@@ -23,7 +23,7 @@ Number = Tensor | float
 
 @dataclass(frozen=True)
 class Transform:
-    """What the device still has to do to a batch's inputs, such as cropping and normalising images.
+    """A transform that the device still has to apply to a batch's inputs, such as cropping and normalising images.
 
     Attributes:
         apply: returns the inputs for the model, from the batch's inputs and `each` on the same device. It must be a
@@ -41,7 +41,7 @@ class Batch:
 
     Attributes:
         inputs: `[batch, time]` int64 tokens or `[batch, channels, height, width]` float32 images. A user's model and
-            data may agree on anything else whose first dimension is the batch. With a `transform`, what that takes.
+            data may agree on anything else whose first dimension is the batch. With a `transform`, its arguments.
         targets: int64 class or next-token ids, `[batch]` or `[batch, time]`, of which `IGNORE_INDEX` is ignored; or, if
             the objective takes them, floats of any shape whose first dimension is the batch: all of them count.
         ids: int64 `[batch]` on the CPU, the samples' indices in the data set; None if unknown.
@@ -242,7 +242,7 @@ class StepChecks:
         state_changed: 1 if weights, moments or buffers are not what the last update left, else 0.
         rank: first rank whose own shard of the step was bad, -1 for none; None in a single process.
         own: this rank's own numbers; None in a single process. They stay on this rank, for forensics.
-        unproven: in an own loop, 1 if the update is to be checked after it, on any rank, else 0.
+        unproven: in a user's own loop, 1 if some rank has to check the update after it, else 0.
     """
 
     bad_data: Number
@@ -256,8 +256,40 @@ class StepChecks:
     unproven: Number = 0.0
 
 
+@dataclass(frozen=True)
+class DeviceReading:
+    """The numbers of one step before they are on the host; the fields are those of `Reading`, except `withheld`.
+
+    Attributes:
+        clip_active: None if the gradient was clipped as a whole; see `Clipped`.
+        withheld: 1 if the gate was closed, so that the optimizer's step did nothing, else 0.
+    """
+
+    step: int
+    loss: Number
+    terms: Mapping[str, Number]
+    grad_norm: Number
+    clip_coef: Number
+    clip_active: Number | None
+    inputs: Number
+    buffers: Number
+    loss_scale: Number
+    withheld: Number
+    bad_data: Number
+    overflow: Number
+    lr: float
+    state_changed: Number = 0.0
+    bad_update: Number = 0.0
+    recheck: Number = 0.0
+    recheck_update: Number = 0.0
+    stop: Number = 0.0
+    rank: Number = -1
+    update: Number = 0.0
+    weights: Number = 0.0
+
+
 class Reading(NamedTuple):
-    """The numbers of one step, on the host: all that the loop, the guard and the trackers see of it.
+    """The numbers of one step, on the host: everything that the loop, the guard and the trackers know about it.
 
     Attributes:
         step: number of the step, counted from 1.
@@ -328,8 +360,8 @@ class RankPart(NamedTuple):
 class Verdict(enum.Enum):
     """What the loop does after a step.
 
-    `RESTORE`: memory or arithmetic failed, and not the data or the settings. The step is taken again, from a state that
-    is intact, with the same batch and the same learning rate.
+    `RESTORE`: memory or arithmetic failed, not the data or the settings. The step is repeated from an intact state,
+    with the same batch and the same learning rate.
     """
 
     APPLY = "apply"
@@ -345,7 +377,7 @@ class RollbackPlan:
 
     Attributes:
         number: which rollback of the run this is, from 1.
-        skip_batches: batches to skip, beyond those that were read since the restored state.
+        skip_batches: batches to skip in addition to those that were read since the restored state.
         lr_factor: factor of the learning rate until step `until`.
         until: see `lr_factor`.
     """
@@ -366,8 +398,8 @@ class TrainState:
         step: number of steps done; the next step looks up its batch under this number.
         skipped: ranges `[start, stop)` of data positions that are never read; see `data/order.py`.
         executed_steps: steps executed in the whole run, including rolled back ones; it never decreases.
-        options: the optimizer's arguments in each parameter group, as they were given. Some optimizers count there
-            (Prodigy, schedule-free ones): what differs from it has been counted, and belongs to the state.
+        options: the optimizer's original arguments in each parameter group. Some optimizers count there (Prodigy,
+            schedule-free ones): a value that differs from its original is such a count, and belongs to the state.
     """
 
     model: nn.Module

@@ -26,6 +26,7 @@ from stabletrain.protocols import Tools
 from stabletrain.records import (
     IGNORE_INDEX,
     Batch,
+    DeviceReading,
     GradNorms,
     LossTerms,
     Number,
@@ -38,7 +39,7 @@ from stabletrain.records import (
 
 @dataclass(frozen=True)
 class Computed:
-    """What `compute` hands to `commit`.
+    """The results of `compute`, for `commit`.
 
     Attributes:
         terms, norms: losses and gradient norms, on the device.
@@ -58,42 +59,35 @@ class Computed:
     classes: int | None
 
 
-FLAGS = ("bad_data", "overflow", "state_changed", "bad_update", "stop")
-"""Fields of a reading that are true or false; on the device they are numbers."""
-
-
 class InFlight:
     """A reading on its way from the device to the host.
 
     Attributes:
         own: this rank's own numbers of the step, on the device; None in a single process.
         undone: whether the update was applied and then undone, because it was not finite.
-        computed_again: whether the step was computed again since, so that the gradients at hand are its own.
+        recomputed: whether the step was computed again since, so that `.grad` holds its own gradients, not the next
+            step's.
     """
 
     def __init__(
         self,
-        step: int,
-        lr: float,
-        terms: Mapping[str, Number],
-        numbers: Mapping[str, Tensor | float | None],
+        numbers: DeviceReading,
         own: OwnNumbers | None = None,
         undone: bool = False,
         wait_for: Callable[[Any], None] = methodcaller("synchronize"),
     ) -> None:
-        """Starts copying `terms` and `numbers`, which become the fields of `Reading`, to the host.
+        """Starts copying the numbers to the host.
 
         Args:
-            step, lr, terms: see `Reading`.
-            numbers: 0-d tensors, and numbers that the host knows already. `withheld` is 1 if the update was skipped.
             own, undone: see above.
             wait_for: waits for a CUDA event.
         """
         self._wait_for = wait_for
-        self.own, self.undone, self.computed_again = own, undone, False
-        self._known: dict[str, Any] = {"step": step, "lr": lr, **numbers}
-        self._terms = {f"terms/{name}": name for name in terms}  # no field of `Reading` has a slash in its name
-        self._known |= {key: terms[name] for key, name in self._terms.items()}
+        self.own, self.undone, self.recomputed = own, undone, False
+        self._known: dict[str, Any] = dict(vars(numbers))
+        self._terms = {f"terms/{name}": name for name in numbers.terms}  # no field has a slash in its name
+        self._known |= {key: numbers.terms[name] for key, name in self._terms.items()}
+        # All numbers travel in one copy: a copy of each would cost the host as much as launching a layer.
         on_device = {name: value for name, value in self._known.items() if isinstance(value, Tensor)}
         self._names = [*on_device]
         self._values = torch.stack([value.float() for value in on_device.values()])
@@ -114,12 +108,11 @@ class InFlight:
             self._wait_for(self._arrived)
         numbers = self._known | dict(zip(self._names, self._values.tolist(), strict=True))
         numbers["terms"] = {name: numbers.pop(key) for key, name in self._terms.items()}
-        numbers["applied"] = not (numbers.pop("withheld") or numbers.get("bad_update"))
+        numbers["applied"] = not (numbers.pop("withheld") or numbers["bad_update"])
         if numbers["clip_active"] is None:  # the gradient was clipped as a whole
             numbers["clip_active"] = float(numbers["clip_coef"] < 1)
-        flags = {name: bool(numbers.get(name)) for name in FLAGS}
-        numbers |= {**flags, "rank": int(numbers.get("rank", -1))}
-        return Reading(**numbers)
+        flags = {name: bool(numbers[name]) for name in ("bad_data", "overflow", "state_changed", "bad_update", "stop")}
+        return Reading(**numbers | flags | {"rank": int(numbers["rank"])})
 
 
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
@@ -171,8 +164,8 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     return Computed(terms, norms, checks, buffers, saved_buffers, forwards, classes)
 
 
-class Pass(NamedTuple):
-    """What forward and backward of a micro-batch give, besides gradients; tensors are on the device.
+class ForwardBackward(NamedTuple):
+    """The results of a micro-batch's forward and backward pass, besides gradients; tensors are on the device.
 
     Attributes:
         loss: the micro-batch's share of the step's loss.
@@ -187,7 +180,7 @@ class Pass(NamedTuple):
     classes: int | None
 
 
-def forward_backward(model: Callable[[Tensor], Any], batch: Batch, n_valid: Tensor, tools: Tools) -> Pass:
+def forward_backward(model: Callable[[Tensor], Any], batch: Batch, n_valid: Tensor, tools: Tools) -> ForwardBackward:
     """Runs forward and backward of a micro-batch; adds scaled gradients to `.grad`."""
     # A token id out of range would crash a CUDA kernel and the process. Replace it, and mark the step as bad.
     inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
@@ -200,7 +193,7 @@ def forward_backward(model: Callable[[Tensor], Any], batch: Batch, n_valid: Tens
     loss = tools.objective(outputs, batch.having(inputs, targets), n_valid)
     # Backward, times the loss scale, so that small fp16 gradients do not underflow.
     tools.scale(loss.total).backward()
-    return Pass(loss.detach(), bad_inputs | bad_targets, magnitude, classes)
+    return ForwardBackward(loss.detach(), bad_inputs | bad_targets, magnitude, classes)
 
 
 def count_targets(batches: Sequence[Batch]) -> tuple[Tensor, Tensor | bool]:
@@ -222,7 +215,7 @@ def count_targets(batches: Sequence[Batch]) -> tuple[Tensor, Tensor | bool]:
 
 
 def maximum(numbers: Sequence[Tensor | float]) -> Number:
-    """Returns the largest of 0-d tensors as fp32, NaN if one is; 0 without tensors: numbers that are known are 0."""
+    """Returns the largest of 0-d tensors as fp32; NaN propagates. 0.0 without tensors, as host floats here are 0."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     if len(tensors) > 1:
         return torch.stack(tensors).amax().float()
@@ -240,10 +233,10 @@ def zero_gradients_(model: nn.Module) -> LossTerms:
 
 def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     """Judges the step, clips, applies the update or skips it, and counts the step."""
-    # Nothing may have changed since the last update but gradients and buffers: a difference is a memory fault.
-    unchanged = tools.guard.state_check
-    changed = unchanged.before_update(state, computed.saved_buffers)
-    # After this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
+    # Self-check: only gradients and buffers may have changed since the last update. A difference is a memory fault.
+    state_check = tools.guard.state_check
+    changed = state_check.before_update(state, computed.saved_buffers)
+    # Agree: after this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
     checks = replace(computed.checks, state_changed=changed)
     terms, norms, checks = tools.parallel.reduce_stats(computed.terms, computed.norms, checks)
     # Judge. The gate is a bool on the device, so the host does not wait. It closes for bad data, for NaN or Inf, for a
@@ -251,48 +244,83 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     overflow = tools.precision.overflow(terms, norms)
     gate = tools.precision.close(tools.guard.gate(terms, norms, checks), overflow)
     loss_scale = tools.precision.loss_scale()
+    # The schedule's learning rate for this step number; lower for some steps after a rollback.
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
-    # Finite gradients do not make a finite update: an optimizer that is not proven safe is checked after its step.
-    update = tools.guard.update_check.of_step(state, tools)
+    # Before gradients are clipped, an optimizer that may give a bad update has everything copied that it may write.
+    update = CheckedUpdate(state, tools)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
     clipped = tools.clipping(state.model, norms, gate)
-    # Apply the update if the gate is open. Otherwise weights and moments keep their bits, and buffers are restored.
-    recheck = tools.guard.recheck.of_update(state, tools)
-    lengths = tools.guard.lengths  # of the update and of the weights, over a sample of them
-    before = lengths.before(state.model)
-    withheld = apply(state.optimizer, gate)
-    recheck_update = recheck.update(partial(apply, gate=gate))
+    # Apply the update if the gate is open. Otherwise weights and moments keep their bits.
+    withheld = update.apply(gate)
     tools.after_update(state.model, gate)
-    gate = update.judge(gate)  # closed if the update was not finite, and is undone now or by the loop
-    measured = lengths.after(before, tools.parallel.all_reduce_sum)
+    # Finite gradients do not make a finite update. From here on the gate is also closed if the update was bad: it is
+    # undone here, or by the loop. Then restore the buffers if the gate is closed, and adapt fp16's loss scale.
+    gate = update.judge(gate)
     buffers = computed.buffers.restore_(computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
     # Count the step, skipped or not: the next step reads the next batch.
     state.step += 1
     state.executed_steps += 1
-    unchanged.after_update(state, buffers)
-    numbers = {
-        "loss": terms.total,
-        "grad_norm": norms.total,
-        "clip_coef": clipped.coef,
-        "clip_active": clipped.active,
-        "inputs": checks.inputs,
-        "buffers": checks.buffers,
-        "loss_scale": loss_scale,
-        "withheld": withheld,
-        "bad_update": update.bad,
-        "bad_data": checks.bad_data,
-        "state_changed": checks.state_changed,
-        "overflow": overflow,
-        "recheck": checks.recheck,
-        "recheck_update": recheck_update,
-        **measured,
-    }
-    of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
-    if update.rank is not None and checks.rank is not None:  # a rank whose own numbers were bad had no update
-        of_ranks["rank"] = torch.maximum(checks.rank, update.rank)
-    wait_for = tools.parallel.wait_for  # notices if another rank is lost
-    return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own, update.undone, wait_for)
+    state_check.after_update(state, buffers)
+    # Copy the step's numbers to the host, without waiting for them.
+    rank = checks.rank
+    if update.finite.rank is not None and rank is not None:  # a rank whose own numbers were bad had no update
+        rank = torch.maximum(rank, update.finite.rank)
+    numbers = DeviceReading(
+        step=state.step,
+        loss=terms.total,
+        terms=terms.parts,
+        grad_norm=norms.total,
+        clip_coef=clipped.coef,
+        clip_active=clipped.active,
+        inputs=checks.inputs,
+        buffers=checks.buffers,
+        loss_scale=loss_scale,
+        withheld=withheld,
+        bad_data=checks.bad_data,
+        overflow=overflow,
+        lr=lr,
+        state_changed=checks.state_changed,
+        bad_update=update.finite.bad,
+        recheck=checks.recheck,
+        recheck_update=update.recheck,
+        stop=False if checks.stop is None else checks.stop,
+        rank=-1 if rank is None else rank,
+        **update.lengths,
+    )
+    return InFlight(numbers, checks.own, update.finite.undone, tools.parallel.wait_for)
+
+
+class CheckedUpdate:
+    """An optimizer's step with the guard's self-checks around it.
+
+    Attributes:
+        finite: whether the update was finite on all ranks; see `stability/guard/update_check.py`.
+        recheck: how far the update of one tensor differs from a second computation; see `stability/guard/recheck.py`.
+        lengths: lengths of the update and of the weights; see `monitors/update_length.py`.
+    """
+
+    def __init__(self, state: TrainState, tools: Tools) -> None:
+        """Copies what is needed to undo the update, if it is checked; call it before gradients are clipped."""
+        self._state, self._tools = state, tools
+        self.finite = tools.guard.update_check.of_step(state, tools)
+        self.recheck: Number = 0.0
+        self.lengths: Mapping[str, Tensor] = {}
+
+    def apply(self, gate: Tensor) -> Tensor:
+        """Applies the update; if it is this step's turn, applies that of one tensor again to copies. See `apply`."""
+        state, guard = self._state, self._tools.guard
+        repeat = guard.recheck.of_update(state, self._tools)
+        self._before = guard.lengths.before(state.model)
+        withheld = apply(state.optimizer, gate)
+        self.recheck = repeat.update(partial(apply, gate=gate))
+        return withheld
+
+    def judge(self, gate: Tensor) -> Tensor:
+        """Judges and measures the update; returns the gate of everything that follows it."""
+        gate = self.finite.judge(gate)
+        self.lengths = self._tools.guard.lengths.after(self._before, self._tools.parallel.all_reduce_sum)
+        return gate
 
 
 def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from stabletrain.checkpoint.checkpoints import Checkpoints
-from stabletrain.trainer.rollback import Rollback
+from stabletrain.trainer.saved_states import SavedStates
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 
@@ -55,9 +55,9 @@ def test_a_benchmark_writes_what_it_promises(tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "shows_in", "not_in"),
     [
-        (Rollback, "take_snapshot", "snapshot", "checkpoint"),
+        (SavedStates, "take_snapshot", "snapshot", "checkpoint"),
         (Checkpoints, "save", "checkpoint", "snapshot"),
-        (Rollback, "_find", "rollback from disk", "snapshot"),
+        (SavedStates, "find", "rollback from disk", "snapshot"),
         (Checkpoints, "rewind", "rollback from memory", "checkpoint"),
     ],
 )

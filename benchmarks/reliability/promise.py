@@ -48,7 +48,7 @@ def ended(folder: Path, overrides: list[str], optimizer: Any = None) -> tuple[An
     with composed(*overrides) as cfg:
         job = build(cfg, folder)
     if optimizer is not None:
-        job.state.optimizer = job.rollback.state.optimizer = optimizer(job.state.model.parameters())
+        job.state.optimizer = job.saved.state.optimizer = optimizer(job.state.model.parameters())
     try:
         train(job)
     except TrainingHalted as halt:

@@ -349,7 +349,7 @@ def build_and_train_once(
         halt.advice = run.output.halted()
         raise
     say_closing_lines(run.output)
-    if missing := run.rollback.checkpoints.unsaved():
+    if missing := run.saved.checkpoints.unsaved():
         raise NotSaved(f"{missing}; fix: make room, and type the command again with resume=auto", loss)
     return loss
 

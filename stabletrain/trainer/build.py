@@ -56,6 +56,7 @@ from stabletrain.trainer.history import UNITS, History
 from stabletrain.trainer.init_from import starting_weights
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
+from stabletrain.trainer.saved_states import SavedStates
 from stabletrain.trainer.stages import (
     Process,
     Source,
@@ -145,11 +146,11 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         start_wandb(cfg, process, trained, opened)
         opened.open_checkpoints()
         choose_host_memory(process, trained.state, guard, opened.checkpoints)
-        restore_state(cfg, rollback, guard, opened.tracker)
+        restore_state(cfg, rollback.saved, guard, opened.tracker)
         if (changed := resumption.announce(opened.run_folder, opened.tracker)) is not None and acting(changed.keys):
             guard.reset_for_new_settings(None if changed.loss is None else changed.loss[1])
             # More steps are no setting that could have ruined the run: its last state may have been bad already.
-            rollback.begin_anew(pin={*acting(changed.keys)} != {"steps"})
+            rollback.saved.keep_before_new_settings(pin={*acting(changed.keys)} != {"steps"})
         opened.tracker.note(opening_lines(cfg, process, source, trained, tools, folder))
         if compiling.should_compile(cfg.compile, process.device):
             compile_model(cfg, process, trained.state, tools, load, opened)
@@ -273,18 +274,18 @@ def choose_host_memory(process: Process, state: TrainState, guard: GuardPolicy, 
         say(line, flush=True)
 
 
-def restore_state(cfg: DictConfig, rollback: Rollback, guard: GuardPolicy, tracker: roles.Tracker) -> None:
+def restore_state(cfg: DictConfig, saved: SavedStates, guard: GuardPolicy, tracker: roles.Tracker) -> None:
     """Restores the checkpoint that `resume` names, if any.
 
     Raises:
         ConfigError: the checkpoint is already past `steps`.
     """
-    rollback.resume(cfg.resume)
+    saved.resume(cfg.resume)
     if cfg.resume != "auto":
         guard.states.forget()  # the states that it retained are in another run folder
-    if rollback.state.step > cfg.steps:
-        raise ConfigError(f"steps={cfg.steps} is below the {rollback.state.step} steps already done: raise steps")
-    tracker.rewind(rollback.state.executed_steps)
+    if saved.state.step > cfg.steps:
+        raise ConfigError(f"steps={cfg.steps} is below the {saved.state.step} steps already done: raise steps")
+    tracker.rewind(saved.state.executed_steps)
 
 
 def compile_model(
@@ -330,18 +331,17 @@ def saved_states(
         "monitors": monitoring.monitors,
         "forecast": monitoring.forecast,
     }
-    return Rollback(
+    saved = SavedStates(
         state,
         cast("dict[str, Stateful]", parts),
-        history=history,
         guard=tools.guard,
         checkpoints=opened.checkpoints,
-        batches=data.batches,
         tracker=opened.tracker,
         run_id=opened.run_folder.id,
         resumption=resumption,
         any_rank=any_rank,
     )
+    return Rollback(saved, history=history, guard=tools.guard, batches=data.batches, tracker=opened.tracker)
 
 
 def assemble(
@@ -437,5 +437,5 @@ def closing_lines(
         folder=str(folder),
         sample=sample,
         again=suggestion(parse_arguments(started().resolved), "qknorm" in cfg.model, source.per),
-        healed_by=rollback.healed_by,
+        healed_by=rollback.saved.healing.healed_by,
     )

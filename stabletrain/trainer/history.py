@@ -11,7 +11,7 @@ UNITS = {"tok": "tokens", "img": "images", "sample": "samples"}
 """Units of throughput: on the terminal, and in metric names."""
 
 ENDS = 16
-"""Number of training losses that are kept from the start of the run, and from its end."""
+"""Number of training losses kept from the start of the run, and from its end."""
 
 
 @dataclass
@@ -50,6 +50,10 @@ class History:
             self.first_losses = [*self.first_losses, loss]
         self.last_losses = [*self.last_losses, loss][-ENDS:]
 
+    def val_loss_at(self, step: int) -> float | None:
+        """Returns the validation loss of the state after `step` steps; None if that state was not evaluated."""
+        return self.val.get("val/loss") if self.val_step == step else None
+
     def cumulative_state(self) -> dict:
         """Returns what a rollback does not undo: time and data spent."""
         names = ("seconds", "units", "lost_steps", "lost_seconds")
@@ -65,7 +69,7 @@ class History:
         return asdict(self)
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores all fields; those that the checkpoint of an older version lacks begin anew."""
+        """Restores all fields; those that the checkpoint of an older version lacks are reset."""
         self._set({**asdict(History()), **state})
 
     def _set(self, state: dict) -> None:

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.agreement import NotInvestigated
@@ -19,16 +19,17 @@ from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.printable import is_round
-from stabletrain.records import Batch, Reading, Verdict
+from stabletrain.protocols import StateCheck, Tools
+from stabletrain.records import Batch, Reading, TrainState, Verdict
 from stabletrain.stability.guard.copies import put_back_after
 from stabletrain.stability.guard.recheck import repeats_exactly
 from stabletrain.stability.guard.written import state_is_finite, update_is_finite
 from stabletrain.step import InFlight, apply, compute
+from stabletrain.trainer.roles import Parallelism
 from stabletrain.trainer.run import TrainingRun
 
-FAR = 1_000_003
+UNUSED_BATCHES = 1_000_003
 """A replay reads its fresh batch at this multiple of the step number, a position that the run never reaches."""
-
 
 DAMAGED = "weights or moments have changed since the last update"
 
@@ -52,24 +53,33 @@ class ExecutedStep(NamedTuple):
         """Waits for the step's reading and returns it."""
         return self.in_flight.wait()
 
+    def micro_batches(self, device: torch.device, parts: int) -> list[Batch]:
+        """Returns the step's micro-batches on the device."""
+        return self.batch.to(device).split(parts)
+
 
 def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> Verdict:
     """Records a skipped step, and investigates it if it is the first in a row; returns the verdict on it.
 
-    The verdict becomes RESTORE if the machine was at fault: if the state is damaged, or the step comes out otherwise
-    when it is run again. If the step halts the run, it is also investigated, unless the newest incident is of the same
-    kind. Skipped steps without an incident are printed only if `is_round` selects their count.
+    The verdict becomes RESTORE if the machine was at fault: if the state is damaged, or a repetition of the step gives
+    other results. A step that halts the run is also investigated, unless the newest incident is of the same kind.
+    Skipped steps without an incident are printed only if `is_round` selects their count.
     """
-    guard, tracker = run.tools.guard, run.rollback.tracker
+    guard, tracker = run.tools.guard, run.tracker
     reason, samples = guard.reason, {}
-    if guard.kind == "bad_data":  # name the samples: each rank inspects its own part of the batch
+    # Name what is bad, so that the user can look at it: samples of the batch, or tensors of the state. Each rank
+    # inspects its own part, and all ranks get the whole list.
+    if guard.kind == "bad_data":
         mine: list[dict[str, Any]] = []
         with suppress(Exception):  # a user's batch may hold anything, and the other ranks wait
-            mine = bad_samples(completed(run, executed.batch), run.tools.sanitizer.vocab_size, executed.classes)
+            mine = bad_samples(
+                transformed(executed.batch, run.device), run.tools.sanitizer.vocab_size, executed.classes
+            )
         bad = run.parallel.gather_samples(mine, len(executed.batch))[:MOST]
         reason, samples = describe(bad), {"samples": bad}
     if guard.kind == "state":
-        samples = {"tensors": changed_tensors(run)}
+        samples = {"tensors": changed_tensors(run.state.model, guard.state_check, run.parallel)}
+    # The event comes before the investigation, which takes long and may be killed.
     tracker.event(
         "skip",
         reading.step,
@@ -83,17 +93,19 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
     )
     if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
         return verdict
-    if guard.kind == "recheck" and guard.recheck.found is None:  # the model never repeats: no fault
+    if guard.kind == "recheck" and guard.recheck.found is None:  # this model's results vary: no fault
         return verdict
     handler = run.forensics.handler
-    if is_new(run, verdict):
+    # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps.
+    in_state = guard.kind in ("state", "recheck")
+    if guard.consecutive == 1 or in_state or (verdict is Verdict.HALT and guard.kind != handler.newest):
         finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
         # bad inputs may make the step non-finite; a bad label does not
         kind = "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind
         incident = handle_incident(run, executed, reading, kind)
         if incident is not None:
-            guard.note_mistake(incident)
-        verdict = verdict_on_machine(run, executed, reading, verdict, None if incident is None else incident.cause)
+            guard.note_mistake(incident)  # so that a rollback is not repeated for the same mistake
+        verdict = check_machine(run, executed, reading, verdict, None if incident is None else incident.cause)
         if incident is not None and not incident.known:
             handler.newest = guard.kind
             return verdict
@@ -104,15 +116,7 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
     return verdict
 
 
-def is_new(run: TrainingRun, verdict: Verdict) -> bool:
-    """Returns whether a skipped step is to be investigated."""
-    guard = run.tools.guard
-    if guard.consecutive == 1 or guard.kind in ("state", "recheck"):
-        return True
-    return verdict is Verdict.HALT and guard.kind != run.forensics.handler.newest
-
-
-def verdict_on_machine(
+def check_machine(
     run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict, cause: str | None
 ) -> Verdict:
     """Returns RESTORE for a skipped step if memory or arithmetic was at fault, and not the data or the settings.
@@ -121,9 +125,10 @@ def verdict_on_machine(
         verdict: the guard's.
         cause: what the investigation found; None if there was none.
     """
-    guard, state = run.tools.guard, run.state
+    guard, state, tools = run.tools.guard, run.state, run.tools
     if guard.kind not in ("nonfinite", "spike", "update"):
         return verdict
+    # Weights or moments that are not finite: every later step would be skipped, so restore an older state.
     damaged = cause == "corrupt_state" or not state_is_finite(state.model, state.optimizer)
     if run.parallel.any_rank(damaged):
         why = f"{guard.reason}: {DAMAGED}"
@@ -131,53 +136,51 @@ def verdict_on_machine(
         if found is not verdict:
             guard.kind = "state"
         return found
-    # The step itself, once more: that costs as much as a step, so it is done for the first skip in a row only.
+    # Otherwise repeat the step: on a machine without fault it gives the same bits. This costs a whole step, so it is
+    # done only for the first skip in a row.
     if guard.consecutive > 1 or guard.retried_step == reading.step or not repeats_exactly(state.model, run.device):
         return verdict
-    otherwise = finite_again(run) if reading.bad_update else comes_out_otherwise(run, executed, reading)
-    if not run.parallel.any_rank(otherwise):
+    if reading.bad_update:
+        differs = is_finite_when_repeated(state, run.device)
+    else:
+        micro_batches = executed.micro_batches(run.device, run.plan.grad_accum_steps)
+        differs = differs_when_repeated(state, tools, executed, micro_batches, reading)
+    if not run.parallel.any_rank(differs):
         return verdict
     return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
 
 
-def comes_out_otherwise(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> bool:
+def differs_when_repeated(
+    state: TrainState, tools: Tools, executed: ExecutedStep, micro_batches: list[Batch], reading: Reading
+) -> bool:
     """Computes a skipped step again; returns whether loss or gradient norm have other bits. All ranks must call it.
 
     The gradients of the next step, if it has been computed, are lost.
     """
-    state, tools = run.state, run.tools
-    put_back_buffers(run, executed)
+    executed.saved_buffers.put_back()
     state.step -= 1
-    computed = compute(state, executed.batch.to(run.device).split(run.plan.grad_accum_steps), tools)
+    computed = compute(state, micro_batches, tools)
     state.step += 1
     terms, norms, _ = tools.parallel.reduce_stats(computed.terms, computed.norms, computed.checks)
-    put_back_buffers(run, executed)
-    executed.in_flight.computed_again = True
+    executed.saved_buffers.put_back()
+    executed.in_flight.recomputed = True
     loss, norm = torch.stack([terms.total, norms.total]).float().tolist()
     return not (same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm))
 
 
-def finite_again(run: TrainingRun) -> bool:
-    """Runs an optimizer's step again whose update was undone; returns whether it is finite. Puts everything back."""
-    state = run.state
+def is_finite_when_repeated(state: TrainState, device: torch.device) -> bool:
+    """Repeats an optimizer's step whose update was undone; returns whether it is finite now. Restores everything."""
     with put_back_after(state.model, state.optimizer):
-        apply(state.optimizer, torch.ones((), dtype=torch.bool, device=run.device))
+        apply(state.optimizer, torch.ones((), dtype=torch.bool, device=device))
         return update_is_finite(state.model, state.optimizer)
 
 
-def put_back_buffers(run: TrainingRun, executed: ExecutedStep) -> None:
-    """Gives the buffers the values from before a step; a later forward pass has written them."""
-    buffers = executed.saved_buffers.buffers
-    buffers.put_back()
-    buffers.restore_(executed.saved_buffers, torch.zeros((), dtype=torch.bool, device=run.device))
-
-
-def changed_tensors(run: TrainingRun) -> list[str]:
+def changed_tensors(model: nn.Module, state_check: StateCheck, parallel: Parallelism) -> list[str]:
     """Returns which tensors changed between two updates, on any rank; all ranks must call it."""
-    ranks = run.parallel.ranks
+    ranks = parallel.ranks
     whose = f"rank {ranks.rank}: " if ranks.distributed else ""
-    mine = [{"index": None, "what": f"{whose}{each}"} for each in run.tools.guard.state_check.changes(run.state.model)]
-    return [each["what"] for each in run.parallel.gather_samples(mine, 1)]
+    mine = [{"index": None, "what": f"{whose}{each}"} for each in state_check.changes(model)]
+    return [each["what"] for each in parallel.gather_samples(mine, 1)]
 
 
 def investigate_alarm(run: TrainingRun, executed: ExecutedStep, reading: Reading, alarms: Sequence[Alarm]) -> None:
@@ -195,9 +198,10 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
 
     All ranks must call it before the next step changes the state.
     """
-    tracker = run.rollback.tracker
+    tracker = run.tracker
+    # Under FSDP an investigation needs the whole weights, of this step and of an older one that still was healthy.
     states = run.parallel.whole_state(
-        run.state.model, lambda: run.rollback.older_state(reading.step - 2), run.forensics.model_factory
+        run.state.model, lambda: run.saved.snapshots.newest(reading.step - 2), run.forensics.model_factory
     )
     try:
         filed = run.forensics.handler.handle(
@@ -242,7 +246,7 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
         model=model,
         buffers=[*model.buffers()] if reading.applied else executed.saved_buffers.tensors(),
         step=reading.step - 1,
-        batch=completed(run, executed.batch),
+        batch=transformed(executed.batch, run.device),
         micro_batches=run.plan.grad_accum_steps,
         tools=run.tools,
         loss_scale=reading.loss_scale,
@@ -253,32 +257,26 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
         ),
         compiled_for=compiled_shape(model),
         changes=run.tools.guard.state_check.changes(model) if reading.state_changed else (),
-        update=update_again(run, reading),
+        update=repeat_of_update(run.state, run.device, reading),
         applied=reading.applied,
         recheck=run.tools.guard.recheck.found,
-        fresh=lambda: completed(run, run.data.load(FAR * (reading.step + 1))),
+        fresh=lambda: transformed(run.data.load(UNUSED_BATCHES * (reading.step + 1)), run.device),
         metadata=run.forensics.metadata,
     )
 
 
-def update_again(run: TrainingRun, reading: Reading) -> Callable[[], UpdateFault | None] | None:
-    """Returns what runs a bad update again; None if the update was not bad."""
+def repeat_of_update(
+    state: TrainState, device: torch.device, reading: Reading
+) -> Callable[[], UpdateFault | None] | None:
+    """Returns a function that repeats a bad update and names its fault; None if the update was not bad."""
     if not reading.bad_update:
         return None
-    # A step that was taken again has been applied by now, so its second update was finite.
-    return (lambda: None) if reading.applied else partial(fault_of_update, run)
+    if reading.applied:  # the step was repeated, and its second update was finite
+        return lambda: None
+    opened = torch.ones((), dtype=torch.bool, device=device)
+    return lambda: update_fault(state.model, state.optimizer, lambda: apply(state.optimizer, opened))
 
 
-def fault_of_update(run: TrainingRun) -> UpdateFault | None:
-    """Runs the optimizer's step again and names what is not finite in it; puts everything back."""
-    opened = torch.ones((), dtype=torch.bool, device=run.device)
-
-    def run_update() -> None:
-        apply(run.state.optimizer, opened)
-
-    return update_fault(run.state.model, run.state.optimizer, run_update)
-
-
-def completed(run: TrainingRun, batch: Batch) -> Batch:
+def transformed(batch: Batch, device: torch.device) -> Batch:
     """Returns the batch with its transform applied: on the device, as in training, so that the bits are the same."""
-    return batch if batch.transform is None else batch.to(run.device).to(torch.device("cpu"))
+    return batch if batch.transform is None else batch.to(device).to(torch.device("cpu"))

@@ -2,9 +2,9 @@
 
 Each iteration launches `compute` of the next step, then reads the numbers of the previous step, and only then runs
 `commit`, which changes the weights. So the device never waits for the host. If the previous step was skipped, it can be
-investigated, because the weights still have their values from before that step. The numbers of a step are read at once
-if they are needed: before an evaluation, a snapshot or a checkpoint, when monitors inspect the step, and for the first
-step of a process.
+investigated, because the weights still have their values from before that step. The numbers of a step are read in the
+same iteration if they are needed: before an evaluation, a snapshot or a checkpoint, when monitors inspect the step, and
+for the first step of a process.
 """
 
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ from stabletrain.trainer.incidents import (
     handle_incident,
     investigate_alarm,
     investigate_skip,
-    put_back_buffers,
 )
-from stabletrain.trainer.recheck import compute_twice, confirm, rehearse, tell_if_given_up
+from stabletrain.trainer.recheck import compute_twice, confirm, rehearse, tell_out_of_memory
+from stabletrain.trainer.roles import Forecast, Parallelism, Tracker
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step, reading_metrics
+from stabletrain.trainer.step_log import NOTHING, healing_counts, log_alarms, log_step, reading_metrics
 
 
 def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) -> History:
@@ -41,14 +41,14 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
 
     Args:
         run: the run, restored and ready.
-        signals: what asks the run to stop; by default the signals of `StopRequest`.
+        signals: asks the run to stop; by default the signals of `StopRequest`.
 
     Raises:
         Interrupted: a signal arrived; the state is saved.
         TrainingHalted: the guard gave up; the newest healthy state is saved. Or no update was applied.
         RankLost: another rank died.
     """
-    tracker, checkpoints = run.output.tracker, run.rollback.checkpoints
+    tracker, checkpoints = run.output.tracker, run.saved.checkpoints
     try:
         training_loop(run, signals or StopRequest())
         checkpoints.wait()
@@ -79,69 +79,79 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
 
 
 def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -> None:
-    """Runs the steps."""
-    plan, state, rollback, guard = run.plan, run.state, run.rollback, run.tools.guard
+    """Runs the steps: each iteration computes one step, judges the step before it, and commits this one."""
+    plan, state, guard, tools = run.plan, run.state, run.tools.guard, run.tools
+    saved, rollback, monitors = run.saved, run.rollback, run.monitoring.monitors
     throughput = Throughput(run.history, run.parallel.ranks.world_size)
-    executed: ExecutedStep | None = None
+    executed: ExecutedStep | None = None  # the step committed in the last iteration, if it is not judged yet
+    repeating = False  # whether the next step is taken for the second time, after a fault of the machine
     first = state.step + 1
     can_replay = replays_exactly(state.model, state.optimizer, run.device)
-    taking_again = False
     note_start(state.model, state.optimizer)
     rehearse(guard.recheck, state.step, plan.steps)
     # The guard needs one state to go back to before the first update.
-    if rollback.snapshot_due(state.step):
-        rollback.take_snapshot()
+    if saved.snapshot_due(state.step):
+        saved.take_snapshot()
     with stop_request as signals:
         while state.step < plan.steps:
+            # Data first: batch number `state.step`, prefetched by another thread while the last step ran.
             batch = run.data.batches.get(state.step)
             micro_batches = run.data.to_device(batch).split(plan.grad_accum_steps)
+            # The ranks' flags travel with this step's numbers, so that all ranks stop after the same step.
             run.parallel.request_stop(signals)
             # Launch forward and backward of this step before reading the last step's numbers: the device never waits.
-            # A step that is taken again, after a fault of the machine, is computed twice: both must agree.
-            again, taking_again = taking_again, False
-            computed = compute_twice(run, micro_batches) if again else compute(state, micro_batches, run.tools)
-            # Judge the last step. After a rollback the gradients just computed belong to a state that no longer exists.
-            if executed is not None and not settle(run, executed, throughput):
-                executed, taking_again = None, guard.retried_step == state.step + 1
-                continue
-            if executed is not None and executed.in_flight.computed_again:
-                computed = compute(state, micro_batches, run.tools)
+            # A step that is repeated after a fault of the machine is computed twice: both results must be equal.
+            twice, repeating = repeating, False
+            if twice:
+                computed = compute_twice(state, micro_batches, tools, run.device)
+            else:
+                computed = compute(state, micro_batches, tools)
+            if executed is not None:
+                # Judge the last step, now that the device is busy. Its weights are still in place if it was skipped, so
+                # it can be investigated. If an older state was restored, the gradients just computed are of a state
+                # that no longer exists: start over from the restored one.
+                if not judge_step(run, executed, throughput):
+                    executed, repeating = None, guard.retried_step == state.step + 1
+                    continue
+                if executed.in_flight.recomputed:  # an investigation has overwritten this step's gradients
+                    computed = compute(state, micro_batches, tools)
             # Monitors inspect raw gradients, and weights before and after the update, so they go around `commit`.
-            watching = run.monitoring.monitors.due(state.step + 1, plan.steps) and computed.forwards > 0
+            watching = monitors.due(state.step + 1, plan.steps) and computed.forwards > 0
             if watching:
-                safe_batch = run.tools.sanitizer.safe(micro_batches[0], computed.classes)
-                run.monitoring.monitors.before(
-                    state.model, state.optimizer, safe_batch, run.tools.precision, run.tools.objective
-                )
+                safe_batch = tools.sanitizer.safe(micro_batches[0], computed.classes)
+                monitors.before(state.model, state.optimizer, safe_batch, tools.precision, tools.objective)
             # If a replay from a snapshot in memory can undo a bad update, nothing is copied before it is applied.
             check = guard.update_check
-            check.copies = check.failed or not (can_replay and rollback.snapshots.reaches(state.step))
+            check.copies = check.failed or not (can_replay and saved.snapshots.reaches(state.step))
             # Clip and update, or skip. The numbers are copied to the host in the background.
-            in_flight = commit(state, computed, run.tools)
+            in_flight = commit(state, computed, tools)
             executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)
             throughput.count(batch)
+            # Most steps end here, and are judged in the next iteration. The others are judged now, because their
+            # numbers or the state that they led to are needed.
             due = due_after_step(run, watching or in_flight.undone, signals, first)
-            if not due.reading:  # judge this step in the next iteration, while the device is busy
+            if not due.reading:
                 continue
             if state.step == first:
                 executed.reading()  # every rank has contributed to it, so all of them have done their first step
                 run.parallel.set_timeout(started=True)
             watching = watching and not executed.reading().bad_update
-            seen = watch(run, executed) if watching else NOTHING
+            seen = run_monitors(run, executed) if watching else NOTHING
             judged, executed = executed, None
-            # Evaluate or save a state only after its step was judged, and only if it is what the step has left, on all
-            # ranks.
-            if not settle(run, judged, throughput, seen):
-                taking_again = guard.retried_step == state.step + 1
+            if not judge_step(run, judged, throughput, seen):
+                repeating = guard.retried_step == state.step + 1
                 continue
             if watching:
-                due = foretell(run, judged.reading(), seen, due)
-            if rollback.replay_is_due:
+                due = log_forecast(run.monitoring.forecast, run.tracker, run.parallel, judged.reading(), seen, due)
+            # A replay has reached its state. If that state is still to be evaluated and saved, this happens below.
+            if rollback.reached_unused_state:
                 rollback.finish_replay()
             if not due.state_is_used:
                 rollback.finish_replay_at(state.step)
                 continue
-            if unchanged(run, judged, throughput) and replicas_agree(run, throughput):
+            # Evaluate or save a state only after its step was judged, only if nothing has changed it since, and only if
+            # all ranks have the same: a damaged state on disk would be worse than none.
+            if state_is_unchanged(run, judged, throughput) and replicas_agree(run, throughput):
                 use_state(run, due, judged, throughput)
 
 
@@ -173,47 +183,49 @@ def due_after_step(run: TrainingRun, watching: bool, signals: StopRequest | NoSt
     Args:
         run: with `state.step` steps done.
         watching: whether monitors inspect this step.
-        signals: what asks this rank, or all of them, to stop.
+        signals: asks this rank, or all ranks, to stop.
         first: first step of this process, whose progress line the user is waiting for.
     """
-    step, rollback = run.state.step, run.rollback
+    step = run.state.step
     last, stop = step == run.plan.steps, signals.agreed or run.parallel.stopping(signals.name)
     evaluate_now = last or step % run.plan.eval_every == 0
-    save = last or bool(stop) or rollback.checkpoints.due(step)
-    snapshot = rollback.snapshot_due(step)
-    reading = watching or evaluate_now or save or snapshot or bool(rollback.replaying) or step == first
+    save = last or bool(stop) or run.saved.checkpoints.due(step)
+    snapshot = run.saved.snapshot_due(step)
+    reading = watching or evaluate_now or save or snapshot or bool(run.rollback.replaying) or step == first
     reading = reading or run.tools.guard.recheck.due(step - 1)
     return Due(evaluate_now, save, snapshot, stop, reading)
 
 
-def watch(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
+def run_monitors(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
     """Returns the monitors' metrics of the step, and logs their alarms; investigates vanishing gradients in fp16."""
     reading = executed.reading()
     metrics, alarms = run.monitoring.monitors.after(run.state.model, run.state.optimizer, reading.applied)
-    log_alarms(run, reading.step, alarms)
+    log_alarms(run.tracker, reading.step, alarms)
     investigate_alarm(run, executed, reading, alarms)
     return metrics
 
 
-def foretell(run: TrainingRun, reading: Reading, seen: Mapping[str, float], due: Due) -> Due:
-    """Logs what the monitors' look foretells; returns what is due, with a checkpoint if the state is to be kept."""
-    forecast, tracker, step = run.monitoring.forecast, run.rollback.tracker, reading.step
-    # Each rank inspects its own part of the batch. All ranks use rank 0's look, so that their forecasts agree.
-    found = forecast.look(step, run.parallel.from_main({**reading_metrics(reading, 0), **seen}))
+def log_forecast(
+    forecast: Forecast, tracker: Tracker, parallel: Parallelism, reading: Reading, seen: Mapping[str, float], due: Due
+) -> Due:
+    """Logs the trouble that the monitors' metrics predict; returns what is due, with a checkpoint if one is wanted."""
+    step = reading.step
+    # Each rank inspects its own part of the batch. All ranks use rank 0's metrics, so that their forecasts agree.
+    found = forecast.look(step, parallel.from_main({**reading_metrics(reading, 0), **seen}))
     for each in found:
         tracker.event("forecast", step, **each.fields())
         tracker.note(f"step {step:,}: {each.text}")
         tracker.alert("forecast", f"step {step:,}: {each.text}")
-    if not forecast.keeps or not run.parallel.any_rank(bool(found)):
+    if not forecast.keeps or not parallel.any_rank(bool(found)):
         return due
     forecast.keep(step)
     return replace(due, save=True)
 
 
-def settle(
+def judge_step(
     run: TrainingRun, executed: ExecutedStep, throughput: Throughput, seen: Mapping[str, float] = NOTHING
 ) -> bool:
-    """Judges an executed step, logs it, and follows the verdict.
+    """Judges an executed step, logs it, and acts on the verdict.
 
     Returns:
         Whether the run continues from the present state. If not, an older state was restored.
@@ -221,53 +233,76 @@ def settle(
     Raises:
         TrainingHalted: the guard gave up.
     """
-    reading, guard = executed.reading(), run.tools.guard
+    reading, guard, parallel = executed.reading(), run.tools.guard, run.parallel
     if reading.bad_update and not executed.in_flight.undone:
-        # The weights are not finite, and there are no copies. Put the state back and take the step again with copies:
-        # the update is then undone at once, and can be investigated.
+        # The weights are not finite, and there are no copies. Restore an older state and repeat the step with copies:
+        # the update is then undone immediately, and can be investigated.
         guard.update_check.failed = True
         guard.note_retry(reading.step, reading.rank)
         restore(run, executed, reading.step, BAD_UPDATE, throughput)
-        guard.note_retry(reading.step, reading.rank)  # the state that was put back knows nothing of it
+        guard.note_retry(reading.step, reading.rank)  # the restored guard does not know it
         return False
+    # The guard's verdict on the numbers: apply, skip, roll back or halt. It also updates counts and limits.
     faults = guard.machine_faults
     verdict = guard.judge(reading)
-    tell_if_given_up(run, reading)
-    if reading.applied and guard.machine_faults > faults:  # its first update was not finite
+    tell_out_of_memory(guard.recheck, reading, run.tracker, run.state.executed_steps)
+    if reading.applied and guard.machine_faults > faults:  # the first try of this step gave a bad update
         handle_incident(run, executed, reading._replace(bad_update=True, rank=guard.faulty_rank), "update")
-    # A computation came out differently the second time: a third one tells more.
+    # The investigation may change the verdict: to RESTORE if the hardware was at fault, or to APPLY if it was not.
     if guard.recheck.differing_part(reading) and guard.recheck.compared:
         verdict = confirm(run, executed, reading, verdict)
     if not reading.applied:  # the weights still have their values from before the step: replay it now
         verdict = investigate_skip(run, executed, reading, verdict)
-    run.parallel.note_stop(reading.stop)
-    if verdict is Verdict.RESTORE:
+    parallel.note_stop(reading.stop)
+    if verdict is Verdict.RESTORE:  # the step is not logged: it is repeated, and logged then
         if reading.applied or guard.kind == "state":
             return restore(run, executed, reading.step, guard.reason, throughput)
-        return take_again(run, executed)
+        # The step was skipped, so its wrong numbers have changed nothing but buffers: just take it again. It counts as
+        # executed, so that a fault injected at this tick does not return.
+        executed.saved_buffers.put_back()
+        run.data.batches.forget()
+        tracker, step, tick = run.tracker, reading.step, run.state.executed_steps
+        run.state.step -= 1
+        tracker.event("restore", step, tick=tick, to=step - 1, loaded=step - 1, reason=guard.reason)
+        tracker.note(f"step {step}: taken again, with the same batch and learning rate")
+        return False
     skipped_spike = not reading.applied and guard.kind == "spike"
-    log_alarms(run, reading.step, [*run.monitoring.rolling.add(reading, skipped_spike), *guard.new_alarms()])
+    alarms = [*run.monitoring.rolling.add(reading, skipped_spike), *guard.new_alarms()]
+    log_alarms(run.tracker, reading.step, alarms)
     log_step(run, reading, throughput, seen)
     if run.state.step == run.plan.steps:  # no later step will show whether the trouble ends
         verdict = guard.at_end(verdict)
     if verdict is Verdict.APPLY:
         run.history.count_update(reading.loss)
         run.monitoring.forecast.add_loss(reading.loss)
-    return follow(run, verdict, throughput)
+    return act_on_verdict(run, verdict, throughput)
 
 
-def take_again(run: TrainingRun, executed: ExecutedStep) -> bool:
-    """Goes back to before a step that was withheld: its numbers were wrong, but they have changed nothing.
+def act_on_verdict(run: TrainingRun, verdict: Verdict, throughput: Throughput) -> bool:
+    """Restores, rolls back or halts if the verdict says so; returns whether the run continues from the present state.
 
-    The step is counted as executed, so a fault that was injected by its tick does not return. Returns False.
+    Raises:
+        TrainingHalted: the guard gave up.
     """
-    put_back_buffers(run, executed)
-    run.state.step -= 1
-    run.data.batches.forget()
-    fields = {"to": run.state.step, "loaded": run.state.step, "reason": run.tools.guard.reason}
-    run.rollback.tracker.event("restore", run.state.step + 1, tick=run.state.executed_steps, **fields)
-    run.rollback.tracker.note(f"step {run.state.step + 1}: taken again, with the same batch and learning rate")
-    return False
+    step, guard = run.state.step, run.tools.guard
+    if verdict is Verdict.RESTORE:  # the fault was found after the step
+        return restore(run, None, step, guard.reason, throughput, to=step)
+    if verdict is Verdict.ROLLBACK:
+        throughput.measure()
+        run.rollback.roll_back(step)
+        # The checksums of the restored state are the reference for the next comparison.
+        guard.state_check.after_update(run.state, buffers_of(run.state.model).save())
+        throughput.resume()
+    if verdict is Verdict.HALT:
+        throughput.measure()
+        # The event comes first: if the process is killed here, it tells a resumed run to try fixes.
+        run.rollback.note_halt(step, guard.reason, machine=guard.kind in ("state", "recheck"))
+        # The present weights may be bad, so leave the last healthy ones on disk.
+        if (last_healthy := run.saved.save_last_healthy()) is not None:
+            run.tracker.mark(last_healthy, run.state.executed_steps)
+        run.saved.checkpoints.wait()
+        raise TrainingHalted(f"step {step}: {guard.reason}")
+    return verdict is not Verdict.ROLLBACK
 
 
 def restore(
@@ -279,10 +314,10 @@ def restore(
     *,
     to: int | None = None,
 ) -> bool:
-    """Puts the state back to what it was before `step`, or after `to` steps, bit for bit; returns False.
+    """Restores the state from before `step`, or from after `to` steps, bit for bit; returns False.
 
     Args:
-        executed: the step that was withheld, or whose update is undone; None if the fault was found after it.
+        executed: the step that was skipped, or whose update is undone; None if the fault was found after it.
 
     Raises:
         TrainingHalted: no intact state is left.
@@ -290,9 +325,9 @@ def restore(
     throughput.measure()
     guard = run.tools.guard
     guard.reason = reason
-    # A saved state lacks buffers that the model does not save.
+    # A saved state lacks buffers that the model does not save, so restore those from the copies of this step.
     if executed is not None:
-        put_back_buffers(run, executed)
+        executed.saved_buffers.put_back()
     guard.state_check.put_back_buffers()
     run.rollback.put_back(step - 1 if to is None else to, trouble=step, used=to is None)
     guard.state_check.after_update(run.state, buffers_of(run.state.model).save())
@@ -300,48 +335,24 @@ def restore(
     return False
 
 
-def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput) -> bool:
-    """Rolls back or halts if the verdict says so; returns whether the run continues from the present state.
-
-    Raises:
-        TrainingHalted: the guard gave up.
-    """
-    step, guard = run.state.step, run.tools.guard
-    if verdict is Verdict.RESTORE:  # the fault was found after the step
-        return restore(run, None, step, guard.reason, throughput, to=step)
-    if verdict is Verdict.ROLLBACK:
-        throughput.measure()
-        run.rollback.roll_back(step)
-        guard.state_check.after_update(run.state, buffers_of(run.state.model).save())
-        throughput.resume()
-    if verdict is Verdict.HALT:  # the present weights may be bad, so leave the last healthy ones on disk
-        throughput.measure()
-        # The event comes first: a process that is killed here knows by it that fixes are to be tried.
-        run.rollback.note_halt(step, guard.reason, machine=guard.kind in ("state", "recheck"))
-        run.rollback.save_last_healthy()
-        run.rollback.checkpoints.wait()
-        raise TrainingHalted(f"step {step}: {guard.reason}")
-    return verdict is not Verdict.ROLLBACK
-
-
-def unchanged(run: TrainingRun, executed: ExecutedStep, throughput: Throughput) -> bool:
-    """Returns whether the state is what the last update left. If not, an older state was restored.
+def state_is_unchanged(run: TrainingRun, executed: ExecutedStep, throughput: Throughput) -> bool:
+    """Returns whether the state is unchanged since the last update. If not, an older state was restored.
 
     Args:
         executed: the step of that update.
 
     Raises:
-        TrainingHalted: it is not, and no state is left to roll back to.
+        TrainingHalted: it has changed, and no state is left to roll back to.
     """
-    guard, tracker, step = run.tools.guard, run.rollback.tracker, run.state.step
+    guard, tracker, step = run.tools.guard, run.tracker, run.state.step
     if not run.parallel.any_rank(not guard.state_check.holds(run.state)):
         return True
-    tensors = changed_tensors(run)
+    tensors = changed_tensors(run.state.model, guard.state_check, run.parallel)
     guard.kind = "state"
     verdict = guard.on_machine_fault(step, CHANGED, damaged=True)
     tracker.event("state_changed", step, reason=CHANGED, tensors=tensors, tick=run.state.executed_steps)
     handle_incident(run, executed, executed.reading()._replace(state_changed=True), "state")
-    return follow(run, verdict, throughput)
+    return act_on_verdict(run, verdict, throughput)
 
 
 def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
@@ -353,13 +364,13 @@ def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
     divergence = run.parallel.find_divergence(run.state)
     if not divergence:
         return True
-    guard, tracker = run.tools.guard, run.rollback.tracker
+    guard, tracker = run.tools.guard, run.tracker
     guard.kind = "state"
     verdict = guard.on_machine_fault(run.state.step, divergence, damaged=True)
     tracker.event("divergence", run.state.step, reason=divergence, tick=run.state.executed_steps)
     if verdict is Verdict.APPLY:
         tracker.note(f"step {run.state.step}: {divergence}; guard=off lets that be")
-    return follow(run, verdict, throughput)
+    return act_on_verdict(run, verdict, throughput)
 
 
 def use_state(run: TrainingRun, due: Due, judged: ExecutedStep, throughput: Throughput) -> None:
@@ -370,53 +381,55 @@ def use_state(run: TrainingRun, due: Due, judged: ExecutedStep, throughput: Thro
     Raises:
         Interrupted: a signal arrived, and the state is saved.
     """
-    state, rollback, last = run.state, run.rollback, run.state.step == run.plan.steps
+    state, saved, rollback, last = run.state, run.saved, run.rollback, run.state.step == run.plan.steps
     improved, val_loss, replaying = False, None, rollback.replaying
     if due.evaluate or due.save:
         throughput.measure()
     if due.evaluate:
-        if due.stop:  # save first: the scheduler may kill the job before the evaluation ends
-            rollback.save(None)
-            rollback.checkpoints.wait()
+        # Save first if a signal arrived: the scheduler may kill the job before the evaluation ends. States of a replay
+        # were saved when the run first reached them.
+        if due.stop and not replaying:
+            saved.save(None)
+            saved.checkpoints.wait()
         best, val_loss = run.history.best_loss, validate(run)
         improved = val_loss < best
-        if not unchanged(run, judged, throughput):  # it changed during the evaluation
+        if not state_is_unchanged(run, judged, throughput):  # it changed during the evaluation
             return
         verdict = run.tools.guard.judge_validation(state.step, val_loss)
-        log_alarms(run, state.step, run.tools.guard.new_alarms())
-        if not follow(run, verdict, throughput):
+        log_alarms(run.tracker, state.step, run.tools.guard.new_alarms())
+        if not act_on_verdict(run, verdict, throughput):
             return
     if due.snapshot:  # after the evaluation, because its result is part of the state
-        rollback.take_snapshot()
+        saved.take_snapshot()
     if replaying and state.step == replaying.step:
         rollback.finish_replay()
-    elif due.save or improved:
-        rollback.save(val_loss)
+    elif (due.save or improved) and not replaying:
+        saved.save(val_loss)
     if due.evaluate or due.save:
         throughput.resume()
     if due.stop and not last:
         rollback.abort_replay()
-        rollback.checkpoints.wait()
-        rollback.tracker.event("preempt", state.step, signal=due.stop)
+        saved.checkpoints.wait()
+        run.tracker.event("preempt", state.step, signal=due.stop)
         where = f"{due.stop}: stopped after step {state.step} of {run.plan.steps}"
-        saved = rollback.checkpoints.unsaved() or "the state is saved"
-        if not rollback.checkpoints.keeps:
-            saved = "checkpoint=off: nothing is saved"
-        raise Interrupted(f"{where}, {saved}", saved=rollback.checkpoints.keeps)
+        message = saved.checkpoints.unsaved() or "the state is saved"
+        if not saved.checkpoints.keeps:
+            message = "checkpoint=off: nothing is saved"
+        raise Interrupted(f"{where}, {message}", saved=saved.checkpoints.keeps)
 
 
 def validate(run: TrainingRun) -> float:
     """Evaluates, logs the metrics, records the best; returns the validation loss."""
-    state, history, tracker = run.state, run.history, run.rollback.tracker
+    state, history, tracker = run.state, run.history, run.tracker
     batches = map(run.data.to_device, run.data.validation())
     metrics = evaluate(
         state.model, batches, run.tools.objective.plain, run.tools.precision, run.tools.sanitizer, run.parallel
     )
-    if spoilt := metrics.get("val/bad_batches"):
-        text = f"evaluation: {spoilt} batches hold bad data; what is bad in them is not counted"
+    if bad_batches := metrics.get("val/bad_batches"):
+        text = f"evaluation: {bad_batches} batches hold bad data; what is bad in them is not counted"
         if not history.val.get("val/bad_batches"):
             tracker.note(f"step {state.step}: {text}")
-        tracker.event("bad_validation", state.step, batches=spoilt)
+        tracker.event("bad_validation", state.step, batches=bad_batches)
     history.val, history.val_step = metrics, state.step
     history.val_losses = [*history.val_losses, metrics["val/loss"]]
     if metrics["val/loss"] < history.best_loss:
@@ -429,7 +442,8 @@ def validate(run: TrainingRun) -> float:
 def final_metrics(run: TrainingRun) -> dict[str, Any]:
     """Returns the final metrics for `run.json` and W&B's summary."""
     history, guard, monitoring = run.history, run.tools.guard, run.monitoring
-    rate, healings = history.units / max(history.seconds, 1e-9), run.rollback.healings()
+    rate, healing = history.units / max(history.seconds, 1e-9), run.saved.healing
+    healings = healing_counts(guard, healing)
     return history.val | {
         "steps": run.state.step,
         "best/val_loss": history.best_loss,
@@ -442,7 +456,7 @@ def final_metrics(run: TrainingRun) -> dict[str, Any]:
         "guard/rollbacks": guard.rollbacks,
         "guard/machine_faults": guard.machine_faults,
         **healings,
-        **({"guard/whatif_steps": run.rollback.whatif_steps} if healings else {}),
+        **({"guard/whatif_steps": healing.whatif_steps} if healings else {}),
         "guard/lost_steps": history.lost_steps,
         "guard/lost_seconds": history.lost_seconds,
         "guard/skipped": sum(guard.skips.values()),

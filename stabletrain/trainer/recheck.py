@@ -1,53 +1,54 @@
-"""A computation that came out differently the second time: a third one tells which was wrong, or that neither repeats.
+"""Decides what was wrong if the repetition of a computation gave a different result: the hardware, or the model.
 
-A step that was withheld although its data are innocent is taken again, and then computed twice (`compute_twice`).
+A third computation decides. If its result equals one of the two, the hardware computed the other one wrongly. If it
+does not equal the second, and no two results were ever equal in this run, the model is at fault: its forward pass
+depends on more than weights, buffers, batch and PyTorch's random numbers, such as a file or a list that it appends to.
+The user is told once, and the limit is learnt from then on. Where bits may differ there is no third computation: a
+difference above its limit is the hardware's fault.
 
-A third result that equals one of the two shows that the other was wrong: the hardware. If it does not equal the second
-and no two results ever agreed in this run, the model is at fault: its forward pass depends on more than weights,
-buffers, batch and PyTorch's random numbers, such as a file or a list that it appends to. This is said once, and the
-limit is learnt from then on. Where bits may differ there is no third computation: above what is usual, the hardware is
-at fault.
+A step that was skipped because of a fault of the machine is repeated, and then computed twice (`compute_twice`).
 """
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.repro import at_scale, copy_of_model
 from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
-from stabletrain.protocols import Recheck
-from stabletrain.records import Batch, Reading, Verdict
+from stabletrain.protocols import Recheck, Tools
+from stabletrain.records import Batch, Reading, TrainState, Verdict
 from stabletrain.stability.guard.comparing import Compared, sums
 from stabletrain.stability.guard.recheck import Finding, repeats_exactly
 from stabletrain.step import Computed, compute, count_targets, forward_backward
 from stabletrain.trainer.incidents import ExecutedStep, handle_incident
+from stabletrain.trainer.roles import Tracker
 from stabletrain.trainer.run import TrainingRun
 
 
 def rehearse(recheck: Recheck, first: int, steps: int) -> None:
-    """Has a step of this process repeated at once, if one will be repeated later: none needs more memory.
+    """Repeats one of the first steps of this process, if a later one will be repeated: no other needs more memory.
 
     Args:
         first: number of the process's first step, counted from 0.
-        steps: of the run.
+        steps: number of steps of the run.
     """
     if recheck.every and steps // recheck.every > first // recheck.every:
         recheck.rehearse(max(first, 1))  # the first step of a run has no moments yet
 
 
-def tell_if_given_up(run: TrainingRun, reading: Reading) -> None:
-    """Tells that nothing is repeated any more, if memory did not suffice for it on some rank."""
-    if not run.tools.guard.recheck.runs_out_of_memory(reading):
+def tell_out_of_memory(recheck: Recheck, reading: Reading, tracker: Tracker, tick: int) -> None:
+    """Ends repetitions and tells the user, if some rank had too little memory for this one."""
+    if not recheck.runs_out_of_memory(reading):
         return
-    tracker = run.rollback.tracker
-    tracker.event("recheck_off", reading.step, reason="out of memory", tick=run.state.executed_steps)
+    tracker.event("recheck_off", reading.step, reason="out of memory", tick=tick)
     tracker.note(
         f"step {reading.step}: too little memory to compute a gradient and an update twice, so arithmetic is not "
         "checked in this process; training is not affected. fix: a smaller batch_size, or more grad_accum_steps"
@@ -60,13 +61,20 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
     Sets `found` of the guard's recheck if it is a fault, and files the incident of an update that was applied. All
     ranks must call it before the next step begins.
     """
-    recheck, tracker = run.tools.guard.recheck, run.rollback.tracker
-    part = recheck.differing_part(reading)
-    finding = find(run, executed, reading, part)
-    if not run.parallel.any_rank(finding.differs):  # it was taken again, and its two computations differ again
+    recheck, tracker = run.tools.guard.recheck, run.tracker
+    part, device = recheck.differing_part(reading), run.device
+
+    def third(compared: Compared) -> str:
+        tools = replace(run.tools, precision=at_scale(run.tools.precision, reading.loss_scale))
+        micro_batches = executed.micro_batches(device, run.plan.grad_accum_steps)
+        return third_equals(run.state.model, tools, executed.saved_buffers, micro_batches, compared)
+
+    place = f"device {device} ({hardware.name(device)}), host {platform.node()}, rank {run.parallel.ranks.rank}"
+    finding = collect_finding(recheck, part, place, third)
+    if not run.parallel.any_rank(finding.differs):  # `compute_twice` found the difference, not the recheck
         return verdict
-    # If the third equals the first and none ever agreed, something that cannot be put back changed the second one: the
-    # step itself was right.
+    # If the third equals the first and no two results ever were equal, the second run read something that the first one
+    # had changed and that cannot be restored: the step itself was right.
     repeats = finding.third == "second" or recheck.has_repeated(part)
     if not run.parallel.any_rank(finding.differs and repeats):
         recheck.learn_limit(part)
@@ -77,6 +85,8 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
             "with a limit that is learnt"
         )
         return Verdict.APPLY if reading.applied else Verdict.SKIP
+    # A fault of the hardware. If the update was applied, the weights are wrong: go back to before it. If not, only this
+    # step's numbers are wrong: repeat the step.
     recheck.found, guard = finding, run.tools.guard
     if reading.applied:
         fields = {"kind": "recheck", "part": part, "reason": guard.reason}
@@ -86,52 +96,53 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
     return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
 
 
-def compute_twice(run: TrainingRun, micro_batches: Sequence[Batch]) -> Computed:
+def compute_twice(state: TrainState, micro_batches: Sequence[Batch], tools: Tools, device: torch.device) -> Computed:
     """Runs forward and backward of a step twice, and closes its gate unless all gradients have the same bits.
 
-    Where bits may differ, the recheck of the step, which is due again, tells more.
+    Where bits may differ it runs them once: the step's recheck, which is due again, compares with a limit.
     """
-    state, tools = run.state, run.tools
     first = compute(state, micro_batches, tools)
-    if tools.guard.recheck.varies or not repeats_exactly(state.model, run.device):
+    if tools.guard.recheck.varies or not repeats_exactly(state.model, device):
         return first
-    bits = sums(gradients(state.model), run.device)
-    first.buffers.put_back()
-    first.buffers.restore_(first.saved_buffers, torch.zeros((), dtype=torch.bool, device=run.device))
+    bits = sums(gradients(state.model), device)
+    first.saved_buffers.put_back(first.buffers)
     computed = compute(state, micro_batches, tools)
-    differs = (bits != sums(gradients(state.model), run.device)).any().float()
+    differs = (bits != sums(gradients(state.model), device)).any().float()
     tools.parallel.max_over_ranks_([differs])
     known = computed.checks.recheck
-    known = known if isinstance(known, torch.Tensor) else torch.full((), known, device=run.device)
+    known = known if isinstance(known, torch.Tensor) else torch.full((), known, device=device)
     difference = torch.where(differs > 0, math.inf, known)
     return replace(computed, checks=replace(computed.checks, recheck=difference))
 
 
-def find(run: TrainingRun, executed: ExecutedStep, reading: Reading, part: str) -> Finding:
-    """Collects what is known of the newest repetition of a part; waits for the device."""
-    recheck = run.tools.guard.recheck
-    compared, limit = recheck.compared.get(part), recheck.limit(part)
-    ranks = run.parallel.ranks
-    place = f"device {run.device} ({hardware.name(run.device)}), host {platform.node()}, rank {ranks.rank}"
-    agreed = recheck.agreed(part)
+def collect_finding(recheck: Recheck, part: str, place: str, third: Callable[[Compared], str]) -> Finding:
+    """Collects what is known about the newest repetition of a part; waits for the device.
+
+    Args:
+        place: device, host and rank.
+        third: computes a third time; see `third_equals`.
+    """
+    compared, limit, agreed = recheck.compared.get(part), recheck.limit(part), recheck.agreed(part)
     if compared is None:
         return Finding(part, False, [], "", agreed, limit, place)
     ratios, limits = compared.ratios.tolist(), [0.0] * len(compared.names)
     if compared.limits is not None:
         limits = compared.limits.tolist()
-    beyond = [each for each in zip(compared.names, ratios, limits, strict=True) if each[1] > each[2]]
-    beyond.sort(key=lambda each: -each[1] / (each[2] or 1.0))
-    third = which(run, executed, reading, compared) if beyond and limit == 0 else ""
-    allowed = beyond[0][2] if beyond else limit
-    return Finding(part, bool(beyond), [each[:2] for each in beyond], third, agreed, allowed, place)
+    exceeding = [each for each in zip(compared.names, ratios, limits, strict=True) if each[1] > each[2]]
+    exceeding.sort(key=lambda each: -each[1] / (each[2] or 1.0))
+    equal = third(compared) if exceeding and limit == 0 else ""
+    allowed = exceeding[0][2] if exceeding else limit
+    return Finding(part, bool(exceeding), [each[:2] for each in exceeding], equal, agreed, allowed, place)
 
 
-def which(run: TrainingRun, executed: ExecutedStep, reading: Reading, compared: Compared) -> str:
+def third_equals(
+    model: nn.Module, tools: Tools, buffers: SavedBuffers, batches: Sequence[Batch], compared: Compared
+) -> str:
     """Computes a third time; returns which result that equals, as in `Finding`."""
-    if compared.again is None and compiled_shape(run.state.model) is not None:
+    if compared.again is None and compiled_shape(model) is not None:
         return ""  # a copy is not compiled, so it computes other bits
     try:
-        third = again(run, executed, reading, compared) if compared.again is None else compared.again()
+        third = compared.again() if compared.again else third_gradient(model, tools, buffers, batches, compared)
     except Exception:  # a user's model may raise anything, and the two results are known
         return ""
     if torch.equal(third, compared.first):
@@ -139,21 +150,19 @@ def which(run: TrainingRun, executed: ExecutedStep, reading: Reading, compared: 
     return "second" if torch.equal(third, compared.second) else "neither"
 
 
-def again(run: TrainingRun, executed: ExecutedStep, reading: Reading, compared: Compared) -> Tensor:
+def third_gradient(
+    model: nn.Module, tools: Tools, buffers: SavedBuffers, batches: Sequence[Batch], compared: Compared
+) -> Tensor:
     """Computes the gradients of the step's first micro-batch on a copy of the model; returns the sums of their bits."""
     assert compared.generators is not None
-    model = copy_of_model(run.state.model)
+    model = copy_of_model(model)
     with torch.no_grad():
-        for buffer, before in zip(model.buffers(), executed.saved_buffers.tensors(), strict=True):
+        for buffer, before in zip(model.buffers(), buffers.tensors(), strict=True):
             buffer.copy_(before)
-    tools, device = run.tools, run.device
-    precision = at_scale(tools.precision, reading.loss_scale)
-    batches = executed.batch.to(device).split(run.plan.grad_accum_steps)
     n_valid, _ = count_targets(batches)
     first = next(batch for batch in batches if batch.targets.numel())
     with rng_restored(model), uncompiled(), torch.enable_grad():
         compared.generators.set()
-        tools = replace(tools, precision=precision)
         forward_backward(tools.wrap_alone(model), first, n_valid, tools)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return sums([gradients[name] for name in compared.names], device)
+    return sums([gradients[name] for name in compared.names], first.targets.device)

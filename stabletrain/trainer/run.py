@@ -11,6 +11,7 @@ from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
+from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History
 from stabletrain.trainer.roles import (
     Batches,
@@ -23,6 +24,9 @@ from stabletrain.trainer.roles import (
     Tracker,
 )
 from stabletrain.trainer.rollback import Rollback
+from stabletrain.trainer.saved_states import SavedStates
+
+NO_TRACKER = NoTracker()
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class TrainingRun:
         device: where the model lives.
         parallel: the ranks that train together.
         data, monitoring, forensics, output: see their classes.
-        rollback: the saved states, in memory and on disk.
+        rollback: goes back to one of the saved states.
         history: what the run records about itself.
     """
 
@@ -131,3 +135,13 @@ class TrainingRun:
     output: Output
     rollback: Rollback
     history: History
+
+    @property
+    def saved(self) -> SavedStates:
+        """The saved states, in memory and on disk."""
+        return self.rollback.saved
+
+    @property
+    def tracker(self) -> Tracker:
+        """Where steps are logged; a null tracker during a replay, because those steps are in the log already."""
+        return NO_TRACKER if self.rollback.replaying else self.output.tracker

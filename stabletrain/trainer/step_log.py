@@ -4,23 +4,26 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from stabletrain.monitors.rolling import Alarm
+from stabletrain.protocols import GuardPolicy
 from stabletrain.records import Reading
 from stabletrain.trainer.history import UNITS, Throughput
+from stabletrain.trainer.roles import Tracker
 from stabletrain.trainer.run import TrainingRun
+from stabletrain.trainer.saved_states import HealingRecord
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: Mapping[str, float]) -> None:
     """Updates the progress line. Logs the step's metrics if they are due or if monitors returned any (`seen`)."""
-    guard, tracker, plan = run.tools.guard, run.rollback.tracker, run.plan
+    guard, tracker, plan = run.tools.guard, run.tracker, run.plan
     skipped = sum(guard.skips.values())
     metrics = reading_metrics(reading, skipped) | run.monitoring.rolling.metrics()
     metrics |= {
         "tick": run.state.executed_steps,
         "guard/applied": int(reading.applied),
         "guard/rollbacks": guard.rollbacks,
-        **run.rollback.healings(),
+        **healing_counts(guard, run.saved.healing),
     }
     if seen or reading.step % plan.log_every == 0 or reading.step in (1, plan.steps):
         throughput.measure()
@@ -29,9 +32,13 @@ def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: M
     tracker.progress(reading.step, metrics, throughput.rate, run.data.unit, skipped)
 
 
-def log_alarms(run: TrainingRun, step: int, alarms: Sequence[Alarm]) -> None:
+def healing_counts(guard: GuardPolicy, healing: HealingRecord) -> dict[str, int]:
+    """Returns the number of healings so far; empty without `guard.escalate=whatif`."""
+    return {"guard/healings": len(healing.healed_by)} if guard.escalate == "whatif" else {}
+
+
+def log_alarms(tracker: Tracker, step: int, alarms: Sequence[Alarm]) -> None:
     """Records each alarm as an event, prints it, and sends it as a W&B alert."""
-    tracker = run.rollback.tracker
     for alarm in alarms:
         since = {} if alarm.since is None else {"since": alarm.since}
         tracker.event("alarm", step, kind=alarm.kind, text=alarm.text, **since)

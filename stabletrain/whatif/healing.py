@@ -43,6 +43,7 @@ from stabletrain.stored.json_files import Count, DamagedFile, read_record
 from stabletrain.stored.run_json import RUN, read_run_record
 from stabletrain.tracking import metrics
 from stabletrain.trainer.run import TrainingRun
+from stabletrain.trainer.saved_states import HealingRecord
 from stabletrain.whatif.arms import NOTHING
 from stabletrain.whatif.command import locked
 from stabletrain.whatif.halts import Course, Halt, read_course
@@ -157,9 +158,9 @@ class Healer:
         """Trains the run from where it is, with the overrides of its healings."""
 
         def ready(run: TrainingRun) -> None:
-            run.rollback.kept = sorted({*course.kept, *([] if winner is None else [winner["to"]])})
-            run.rollback.healed_by = [*course.healed_by, *([] if winner is None else [winner["arm"]])]
-            run.rollback.whatif_steps = course.spent + (0 if winner is None else winner["steps"])
+            resumed, arms = ([], []) if winner is None else ([winner["to"]], [winner["arm"]])
+            spent = course.spent + (0 if winner is None else winner["steps"])
+            run.saved.healing = HealingRecord(sorted({*course.kept, *resumed}), [*course.healed_by, *arms], spent)
             if winner is not None and course.halt is not None:
                 self._announce(run, course.halt, winner)
 
@@ -196,7 +197,8 @@ class Healer:
         tracker.event("heal", halt.step, tick=halt.tick, reason=halt.reason, **winner, text=text)
         tracker.note(text)
         tracker.alert("heal", text)
-        tracker.summary({**run.rollback.healings(), "guard/healed_by": ", ".join(run.rollback.healed_by)})
+        healed_by = run.saved.healing.healed_by
+        tracker.summary({"guard/healings": len(healed_by), "guard/healed_by": ", ".join(healed_by)})
         self._on_main(lambda: drop_states(self._place(halt)))
 
     # ---- the what-if

@@ -81,8 +81,8 @@ def train_until(
         check(cfg)
         run = build(cfg, folder, InSweep(LINES, folder, label, live))
         if reached(run):  # there is nothing to train: the state is the one at step 0, or that of the resume
-            run.rollback.save(None, healthy=True)
-            run.rollback.checkpoints.wait()
+            run.saved.save(None, healthy=True)
+            run.saved.checkpoints.wait()
             run.data.batches.close()
             run.output.tracker.close(0)
             run.output.folder.finish("preempted", REACHED, {"steps": run.state.step, "ticks": run.state.executed_steps})

@@ -79,7 +79,7 @@ def recorded(job, steps):
     """Runs steps; returns for each its initial state, its batch and its reading."""
     found = []
     for step in range(steps):
-        tree, batch = to_host(capture(job.state, job.rollback.parts)), job.data.batches.get(step)
+        tree, batch = to_host(capture(job.state, job.saved.parts)), job.data.batches.get(step)
         found.append((tree, batch, one_step(job, batch)[1]))
     return found
 
@@ -90,7 +90,7 @@ def live(job, pythons_generator=False):
     Python's own generator only where asked: the checking of types in tests draws from it.
     """
     model = job.state.model
-    tensors, skeleton = flatten(to_host(capture(job.state, job.rollback.parts)))
+    tensors, skeleton = flatten(to_host(capture(job.state, job.saved.parts)))
     tensors |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     tensors |= {f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     tensors["rng"] = torch.get_rng_state()

@@ -39,7 +39,7 @@ def trained(folder, *overrides):
 
 def bits(job):
     """The run's state as bytes: weights, buffers, moments, guard, precision; without times."""
-    parts = {name: part for name, part in job.rollback.parts.items() if name != "history"}
+    parts = {name: part for name, part in job.saved.parts.items() if name != "history"}
     tensors, skeleton = flatten(to_host(capture(job.state, parts)))
     return {name: tensor.numpy(force=True).tobytes() for name, tensor in tensors.items()}, str(skeleton)
 
@@ -213,14 +213,14 @@ def test_an_incident_met_again_after_a_kill_is_filed_once_and_nothing_of_a_half_
     chosen = [*QUIET[1:], *MODELS["gpt"], "faults=label", "faults.at=[5]", "checkpoint.every=4"]
     with composed(*chosen) as cfg:
         job = build(cfg, tmp_path)
-        event = job.rollback.tracker.event
+        event = job.tracker.event
 
         def dies(what, *step, **fields):
             if what == "incident":  # filed, and not recorded yet
                 raise KeyboardInterrupt
             event(what, *step, **fields)
 
-        job.rollback.tracker.event = dies
+        job.tracker.event = dies
         with pytest.raises(KeyboardInterrupt):
             train(job)
     (tmp_path / "incidents" / ".step-00000006.half").mkdir()

@@ -41,7 +41,7 @@ PRECISIONS = [*NARROW, *((model, "fp32") for model in MODELS)]
 
 def everything(job):
     """The run's state, without times."""
-    parts = {name: part for name, part in job.rollback.parts.items() if name != "history"}
+    parts = {name: part for name, part in job.saved.parts.items() if name != "history"}
     tensors, skeleton = flatten(to_host(capture(job.state, parts)))
     return tensors, str(skeleton)
 
@@ -76,7 +76,7 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
         job = ruined(made(folder, *chosen), how)
         get = job.data.batches.get
         job.data.batches.get = lambda step: marked(get(step), [2]) if step in bad_steps else get(step)
-        settle, compute_ = stabletrain.trainer.loop.settle, stabletrain.trainer.loop.compute
+        judge, compute_ = stabletrain.trainer.loop.judge_step, stabletrain.trainer.loop.compute
 
         def remembering(state, batches, tools):
             computed = compute_(state, batches, tools)
@@ -94,13 +94,13 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
                 culprits = find_culprits(repro)
                 assert_unchanged(before, live(job))
                 seen.append((reading, outcomes, culprits))
-            return settle(job, launched, *rest)
+            return judge(job, launched, *rest)
 
-        tree = to_host(capture(job.state, job.rollback.parts))
+        tree = to_host(capture(job.state, job.saved.parts))
         with monkeypatch.context() as patch:
             if explained:
                 patch.setattr(stabletrain.trainer.loop, "compute", remembering)
-                patch.setattr(stabletrain.trainer.loop, "settle", explaining)
+                patch.setattr(stabletrain.trainer.loop, "judge_step", explaining)
             train(job)
         return everything(job)
 
@@ -141,7 +141,7 @@ for name, chosen in MODELS.items():
     job.state.model.register_forward_hook(lambda *_: (random.random(), np.random.rand(), None)[-1])
     wearing(job)
     batch, fresh = job.data.batches.get(0), job.data.batches.get(700)
-    tree = to_host(capture(job.state, job.rollback.parts))
+    tree = to_host(capture(job.state, job.saved.parts))
     for how in ("forward", "backward"):
         job.state.model.register_forward_hook(RUINS[how])
         scene = scene_of(job, marked(batch, [1]), fresh=lambda: fresh, older=lambda: tree)
@@ -165,7 +165,7 @@ def test_the_fp32_replay_equals_a_run_in_fp32_from_the_same_state(tmp_path, mode
     need_torchao(precision)
     job = made(tmp_path / "low", *MODELS[model], f"precision={precision}", "grad_accum_steps=2")
     tree, batch, reading = recorded(job, 3)[-1]
-    restore(tree, job.state, job.rollback.parts)
+    restore(tree, job.state, job.saved.parts)
     wide = made(tmp_path / "wide", *MODELS[model], "precision=fp32", "grad_accum_steps=2")
     restore(tree, wide.state, {})
     outcome = replay(scene_of(job, batch, reading=reading), "fp32")

@@ -243,7 +243,7 @@ def test_a_restored_state_is_on_the_device(tmp_path, monkeypatch, model, option,
         roll_back = Rollback.roll_back
 
         def forgetting(rollback, *arguments):
-            rollback.state.optimizer.state.clear()
+            rollback.saved.state.optimizer.state.clear()
             roll_back(rollback, *arguments)
 
         monkeypatch.setattr(Rollback, "roll_back", forgetting)

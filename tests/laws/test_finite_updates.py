@@ -369,7 +369,7 @@ def trained(folder, model, make, *overrides, forensics=False):
     with composed(*MODELS[model], *RUN, *more, *overrides) as cfg:
         job = build(cfg, folder)
     optimizer = make(job.state.model.parameters())
-    job.state.optimizer, job.rollback.state.optimizer = optimizer, optimizer
+    job.state.optimizer, job.saved.state.optimizer = optimizer, optimizer
     try:
         train(job)
     except TrainingHalted as halt:

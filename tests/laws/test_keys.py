@@ -319,7 +319,7 @@ def observe(folder, overrides):
         "kept": sorted(path.name for path in (folder / "checkpoints").glob("*")),
         "incidents": sorted(f"{path.parent.name}/{path.name}" for path in folder.glob("incidents/*/*")),
         "how": [job.state.optimizer.defaults.get("fused"), job.state.model._compiled_call_impl is not None],
-        "background": getattr(job.rollback.checkpoints, "asynchronous", None),
+        "background": getattr(job.saved.checkpoints, "asynchronous", None),
         "wandb": filed,
         "data": json.loads((folder / "run.json").read_text())["data"],
     }

@@ -35,8 +35,8 @@ def permute_rows(job, tensor):
 def and_a_snapshot(job, tensor):
     """Also changes the newest snapshot."""
     flip_lowest_bit(job, tensor)
-    newest = max(job.rollback.snapshots._trees)
-    flip_lowest_bit(job, some(list(job.rollback.snapshots._trees[newest]["model"].values())))
+    newest = max(job.saved.snapshots._trees)
+    flip_lowest_bit(job, some(list(job.saved.snapshots._trees[newest]["model"].values())))
 
 
 def weight(job):

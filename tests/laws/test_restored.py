@@ -584,9 +584,9 @@ def test_a_guard_that_is_restored_is_as_a_fresh_one_with_the_same_history(name):
 
 def everything(run):
     """The state of a run as a snapshot holds it, without what a rollback does not undo."""
-    tree = capture(run.state, run.rollback.parts)
+    tree = capture(run.state, run.saved.parts)
     parts = {}
-    for name, part in run.rollback.parts.items():
+    for name, part in run.saved.parts.items():
         kept = part.cumulative_state() if hasattr(part, "cumulative_state") else {}
         parts[name] = {key: value for key, value in tree["parts"][name].items() if key not in kept}
         if "counts" in kept:  # of spikes; their windows are put back
@@ -612,8 +612,8 @@ def test_a_rollback_puts_back_every_part_of_a_run(tmp_path, every, tick, target)
     with composed(*TINY_GPT, *QUICK, *more) as cfg:
         run = build(cfg, tmp_path)
         wreck(run, tick)
-        rollback, taken, back = run.rollback, {}, []
-        take, go_back = rollback.take_snapshot, rollback.roll_back
+        saved, rollback, taken, back = run.saved, run.rollback, {}, []
+        take, go_back = saved.take_snapshot, rollback.roll_back
 
         def taking():
             take()
@@ -624,7 +624,7 @@ def test_a_rollback_puts_back_every_part_of_a_run(tmp_path, every, tick, target)
             back.append(run.state.step)
             assert everything(run) == taken[run.state.step]
 
-        rollback.take_snapshot, rollback.roll_back = taking, going_back
+        saved.take_snapshot, rollback.roll_back = taking, going_back
         train(run)
     assert back == [target]
     skips = run.tools.guard.skips

@@ -97,9 +97,7 @@ SPOILT = {
 
 def everything(job):
     """Returns the whole state, except the step's number and the counts of skips."""
-    tensors, skeleton = flatten(
-        to_host(capture(job.state, {k: job.rollback.parts[k] for k in ("clipping", "precision")}))
-    )
+    tensors, skeleton = flatten(to_host(capture(job.state, {k: job.saved.parts[k] for k in ("clipping", "precision")})))
     guard = job.tools.guard.limits.state_dict()
     skeleton = {key: value for key, value in skeleton.items() if key not in ("step", "tick")}
     return tensors, str(skeleton), str(guard)

@@ -27,7 +27,7 @@ def trained(folder, *overrides):
         job = build(cfg, folder)
         torch.manual_seed(8)
         train(job)
-    state = capture(job.state, {name: job.rollback.parts[name] for name in ("precision", "guard")})
+    state = capture(job.state, {name: job.saved.parts[name] for name in ("precision", "guard")})
     slow = state["parts"]["guard"]["slow_spikes"]
     del slow["validation"], slow["risen"]  # the evaluations themselves: they act only with guard.slow=rollback
     return flatten(state)

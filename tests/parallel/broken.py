@@ -58,7 +58,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
         "stabletrain.parallel.whole.Gather._unpack",
         fails_on(Gather._unpack, lambda shard: len(shard.shape) > 1),
     ),
-    "older": ("stabletrain.trainer.rollback.Rollback.older_state", raises(RuntimeError("no snapshot"))),
+    "older": ("stabletrain.checkpoint.snapshots.Snapshots.newest", raises(RuntimeError("no snapshot"))),
     "send older": ("stabletrain.parallel.whole.Gather._pack", fails_on(Gather._pack, is_piece)),
     "replay": (f"{FORENSICS}.replay.perform", raises(RuntimeError("no replay"))),
     "investigate": (f"{FORENSICS}.handler.investigate", raises(RuntimeError("no findings"))),

@@ -75,10 +75,10 @@ def gathering(work: Callable[[], Any]) -> tuple[Any, int]:
 def saved_and_read(place: Path) -> dict[str, Any]:
     """A run that saves; what each rank then reads of its last checkpoint."""
     job = made(place, "run")
-    job.rollback.checkpoints.save, gathered = counted(job.rollback.checkpoints.save)
+    job.saved.checkpoints.save, gathered = counted(job.saved.checkpoints.save)
     train(job)
     again, building = gathering(lambda: made(place, "again", f"resume={place / 'run'}"))
-    found = again.rollback.checkpoints.find(place / "run")
+    found = again.saved.checkpoints.find(place / "run")
     assert found is not None
     tree, reading = gathering(lambda: found.load(sharded_tensors(again.state)))
     tensors = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})[0]
@@ -110,11 +110,11 @@ def ill(place: Path) -> dict[str, Any]:
     """Damages rank 1's files of a checkpoint, in a different way each time."""
     seen: dict[str, Any] = {}
     job = made(place, "ill")
-    checkpoints = job.rollback.checkpoints
+    checkpoints = job.saved.checkpoints
     assert isinstance(checkpoints, SharedCheckpoints)
     save = {"info": {}, "healthy": True, "val_loss": None}
 
-    tree = capture(job.state, job.rollback.parts)  # what only one rank has is unsound
+    tree = capture(job.state, job.saved.parts)  # what only one rank has is unsound
     if current_ranks().rank == 1:
         next(t for t in tree["model"].values() if is_sharded(t)).to_local()[0] = torch.nan
     checkpoints.save(9, tree | {"step": 9}, **save)
@@ -122,7 +122,7 @@ def ill(place: Path) -> dict[str, Any]:
     assert found is not None
     seen |= {"unsound": [found.step, found.healthy]}
 
-    checkpoints.save(10, capture(job.state, job.rollback.parts) | {"step": 10}, **save)
+    checkpoints.save(10, capture(job.state, job.saved.parts) | {"step": 10}, **save)
     leave_part, limit = sharded.RankShard.write, timeout()
     set_timeout(4.5)  # rank 0 gives up before rank 1, which waits for rank 0, does
     if current_ranks().rank == 1:  # it never comes
@@ -152,9 +152,9 @@ def put_back(place: Path) -> dict[str, Any]:
     Also saves the first one, while the run has another.
     """
     job = made(place, "back", f"resume={place / 'run'}")
-    state, checkpoints, snapshots = job.state, job.rollback.checkpoints, Snapshots()
+    state, checkpoints, snapshots = job.state, job.saved.checkpoints, Snapshots()
     state.step = 9
-    snapshots.take(9, capture(state, job.rollback.parts), state)
+    snapshots.take(9, capture(state, job.saved.parts), state)
     tensors = flatten(capture(state, {}))[0].values()
     shards = [local_part(tensor) for tensor in tensors if is_sharded(tensor)]
     seen: dict[str, Any] = {"before": tensors_of(job), "largest": max(shard.nbytes for shard in shards)}

@@ -114,13 +114,13 @@ def finish(job: TrainingRun, seen: dict[str, Any]) -> None:
     seen["weights"] = digest(gather_shards(dict(job.state.model.state_dict()), keep=True))
     seen["skips"], seen["rollbacks"] = dict(job.tools.guard.skips), job.tools.guard.rollbacks
     seen["machine_faults"] = job.tools.guard.machine_faults
-    seen["parts"] = {name: str(part.state_dict()) for name, part in job.rollback.parts.items() if name != "history"}
+    seen["parts"] = {name: str(part.state_dict()) for name, part in job.saved.parts.items() if name != "history"}
     seen["val"], seen["step"], seen["tick"] = job.history.val, job.state.step, job.state.executed_steps
 
 
 def bits(job: TrainingRun) -> str:
     """This rank's weights, buffers, moments and step counters, and the state of all stateful parts."""
-    tree = capture(job.state, {name: job.rollback.parts[name] for name in PARTS})
+    tree = capture(job.state, {name: job.saved.parts[name] for name in PARTS})
     return digest({"state": {**tree, "step": 0, "tick": 0}, "buffers": dict(job.state.model.named_buffers())})
 
 

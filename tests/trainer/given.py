@@ -17,7 +17,7 @@ from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import Batch, Reading, TrainState
+from stabletrain.records import Batch, DeviceReading, Reading, TrainState
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import NoGuard
 from stabletrain.step import InFlight
@@ -27,6 +27,7 @@ from stabletrain.trainer.history import History
 from stabletrain.trainer.incidents import ExecutedStep
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
+from stabletrain.trainer.saved_states import SavedStates
 from stabletrain.trainer.tools import build_tools
 
 CPU = torch.device("cpu")
@@ -62,9 +63,9 @@ def reading(step: int = 1, **changed: Any) -> Reading:
 def executed(numbers: Reading, read: Batch | None = None) -> ExecutedStep:
     """The executed step whose reading is `numbers`."""
     known = numbers._asdict()
-    lr, step, applied, terms = (known.pop(name) for name in ("lr", "step", "applied", "terms"))
-    known = {name: torch.tensor(float(value)) for name, value in known.items()} | {"withheld": float(not applied)}
-    return ExecutedStep(InFlight(step, lr, terms, known), read or batch(), 3, Buffers([]).save())
+    host = {name: known.pop(name) for name in ("lr", "step", "terms")} | {"withheld": float(not known.pop("applied"))}
+    known = {name: torch.tensor(float(value)) for name, value in known.items()}
+    return ExecutedStep(InFlight(DeviceReading(**host, **known)), read or batch(), 3, Buffers([]).save())
 
 
 class Recorder(NoTracker):
@@ -174,6 +175,14 @@ def make_run(
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     parallel, tracker, history, batches = parallel or SingleProcess(), Recorder(), History(), Batches()
     tools = build_tools(precision, guard=guard or NoGuard(), parallel=parallel)
+    saved = SavedStates(
+        state,
+        {"guard": tools.guard, "history": history},
+        guard=tools.guard,
+        checkpoints=checkpoints or NoCheckpoints(),
+        tracker=tracker,
+        run_id="tinytiny",
+    )
     return TrainingRun(
         plan=Plan(steps, 1, eval_every, log_every),
         state=state,
@@ -184,15 +193,6 @@ def make_run(
         monitoring=Monitoring(NoMonitors(), RollingStats(), Usage(CPU), NoForecast()),
         forensics=Forensics(handler or Handler(), lambda: nn.Linear(4, 3), {"config": {"steps": steps}}),
         output=Output(tracker, Folder(), NoPage(), str),
-        rollback=Rollback(
-            state,
-            {"guard": tools.guard, "history": history},
-            history=history,
-            guard=tools.guard,
-            checkpoints=checkpoints or NoCheckpoints(),
-            batches=batches,
-            tracker=tracker,
-            run_id="tinytiny",
-        ),
+        rollback=Rollback(saved, history=history, guard=tools.guard, batches=batches, tracker=tracker),
         history=history,
     )

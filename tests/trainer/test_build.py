@@ -70,10 +70,10 @@ def test_everything_stateful_is_saved_and_is_what_the_run_uses(built):
         "monitors": run.monitoring.monitors,
         "forecast": run.monitoring.forecast,
     }
-    assert run.rollback.parts.keys() == used.keys()
-    assert all(run.rollback.parts[name] is part for name, part in used.items())
-    assert run.rollback.state is run.state
-    assert run.rollback.tracker is run.output.tracker
+    assert run.saved.parts.keys() == used.keys()
+    assert all(run.saved.parts[name] is part for name, part in used.items())
+    assert run.saved.state is run.state
+    assert run.tracker is run.output.tracker
 
 
 @pytest.mark.parametrize(
@@ -164,22 +164,22 @@ def test_what_fails_while_building_is_recorded_and_leaves_the_folder_free(tmp_pa
 def test_only_a_run_continued_in_its_own_folder_keeps_the_guards_retained_states():
     for resume, forgotten in (("auto", 0), ("none", 1), ("other/checkpoints/step-10", 1)):
         run, asked, calls, rewound = make_run(), [], [], []
-        run.rollback.resume = asked.append
+        run.saved.resume = asked.append
         run.tools.guard.states.forget = lambda calls=calls: calls.append(1)
         run.output.tracker.rewind = rewound.append
         run.state.step, run.state.executed_steps = 10, 13
         cfg = OmegaConf.create({"steps": 10, "resume": resume})
-        restore_state(cfg, run.rollback, run.tools.guard, run.output.tracker)
+        restore_state(cfg, run.saved, run.tools.guard, run.output.tracker)
         assert (asked, len(calls), rewound) == ([resume], forgotten, [13])
 
 
 def test_no_state_is_saved_at_first():
     run, saves = make_run(), Saves()
     opened = module.Opened(run.output.folder.path, run.output.folder, Recorder(), module.NoWandb(), saves)
-    rollback = saved_states(run.state, run.tools, run.monitoring, run.history, run.data, opened)
-    assert rollback.older_state(10**6) is None
+    saved = saved_states(run.state, run.tools, run.monitoring, run.history, run.data, opened).saved
+    assert saved.snapshots.newest(10**6) is None
     assert saves.saves == []
-    assert rollback.checkpoints is saves
+    assert saved.checkpoints is saves
 
 
 def test_the_machine_record_has_precision_and_determinism():

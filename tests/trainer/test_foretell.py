@@ -10,7 +10,7 @@ from stabletrain.forecast import forecast as room
 from stabletrain.forecast.forecast import Forecast
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import Due, foretell, train
+from stabletrain.trainer.loop import Due, log_forecast, train
 from tests.forecast.given import LOUD
 from tests.runs import TINY_GPT, composed
 from tests.trainer.given import make_run, reading
@@ -27,26 +27,30 @@ def _loud(monkeypatch):
 def run_with(forecast):
     run = make_run()
     run.monitoring.forecast = forecast
-    return run, run.rollback.tracker
+    return run, run.tracker
+
+
+def logged(run, numbers):
+    return log_forecast(run.monitoring.forecast, run.tracker, run.parallel, numbers, SEEN, NOTHING_DUE)
 
 
 def test_a_forecast_is_an_event_a_line_and_an_alert():
     run, told = run_with(Forecast(500, "alarm"))
-    assert foretell(run, reading(step=1200), SEEN, NOTHING_DUE) == NOTHING_DUE
+    assert logged(run, reading(step=1200)) == NOTHING_DUE
     ((kind, step, fields),) = told.events
     assert (kind, step, fields["signal"], fields["place"]) == ("forecast", 1200, "attention_logits", "blocks.0")
     assert set(fields) >= {"value", "threshold", "at", "low", "high", "probability", "horizon", "fix", "text"}
     text = f"step 1,200: {fields['text']}"
     assert (told.notes, told.alerts) == ([text], [("forecast", text)])
-    assert foretell(run, reading(step=1201), SEEN, NOTHING_DUE) == NOTHING_DUE
+    assert logged(run, reading(step=1201)) == NOTHING_DUE
     assert len(told.events) == 1
 
 
 def test_the_state_of_an_alarm_is_saved_and_kept_if_that_is_asked():
     run, _ = run_with(Forecast(500, "checkpoint"))
-    assert foretell(run, reading(step=7), SEEN, NOTHING_DUE).save
+    assert logged(run, reading(step=7)).save
     assert run.monitoring.forecast.kept == [7]
-    assert not foretell(run, reading(step=8), SEEN, NOTHING_DUE).save, "no alarm, no state"
+    assert not logged(run, reading(step=8)).save, "no alarm, no state"
 
 
 SMALL = [*TINY_GPT, "steps=12", "eval_every=12", "log_every=1", "guard=off", "wandb=disabled"]

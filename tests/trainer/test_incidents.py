@@ -12,7 +12,7 @@ from stabletrain.records import Transform
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.trainer.incidents import (
-    FAR,
+    UNUSED_BATCHES,
     handle_incident,
     investigate_alarm,
     investigate_skip,
@@ -29,7 +29,7 @@ OVERFLOW = {"applied": False, "overflow": True, "loss_scale": 1024.0}
 @pytest.fixture(autouse=True)
 def _computed_again(monkeypatch):
     """The readings here are made up, so a step that is computed again would come out otherwise."""
-    monkeypatch.setattr("stabletrain.trainer.incidents.comes_out_otherwise", lambda *_: False)
+    monkeypatch.setattr("stabletrain.trainer.incidents.differs_when_repeated", lambda *_: False)
 
 
 def skipped(*rows, handler=None, guard=None, data=None):
@@ -194,14 +194,14 @@ def test_a_repro_is_of_the_step_and_its_fresh_batch_is_one_the_run_never_reads()
     assert repro.batch is step.batch
     assert repro.buffers == []
     assert not repro.applied
-    assert torch.equal(repro.fresh().inputs, batch(FAR * 9).inputs)
+    assert torch.equal(repro.fresh().inputs, batch(UNUSED_BATCHES * 9).inputs)
 
 
 def test_the_state_given_to_an_investigation_is_older_than_the_step():
     run = make_run()
     for step in (5, 6, 7):
         run.state.step = step
-        run.rollback.snapshots.take(step, {"step": step}, run.state)
+        run.saved.snapshots.take(step, {"step": step}, run.state)
     numbers = reading(8, applied=False)
     handle_incident(run, executed(numbers), numbers, "nonfinite")
     (asked,) = run.forensics.handler.asked

@@ -15,11 +15,11 @@ from stabletrain.stability.guard.retained import NoRetainedStates
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.loop import (
     Due,
+    act_on_verdict,
     due_after_step,
     final_metrics,
-    follow,
+    judge_step,
     replicas_agree,
-    settle,
     status_of,
     train,
     use_state,
@@ -39,7 +39,9 @@ class AtStep7(NoRetainedStates):
 class Snapshotting(SkipGuard):
     """Keeps the state after step 7 in memory."""
 
-    states = AtStep7()
+    def __post_init__(self):
+        super().__post_init__()
+        self.states = AtStep7()
 
 
 class Halting(SkipGuard):
@@ -125,7 +127,7 @@ def test_a_run_trains_every_step_and_says_that_it_finished():
     assert [step for step, line in tracker.lines if "train/loss" in line] == [1, 4, 8, 12]
     assert [step for step, line in tracker.lines if "val/loss" in line] == [5, 10, 12]
     assert [shown[0] for shown in tracker.shown] == [*range(1, 13)]
-    assert run.rollback.checkpoints.saves == [5, 6, 10, 12]  # two of them because the loss is the best so far
+    assert run.saved.checkpoints.saves == [5, 6, 10, 12]  # two of them because the loss is the best so far
     assert run.output.folder.ended == [("finished", None)]
     assert tracker.closed == [0]
     assert tracker.summed["status"] == "finished"
@@ -189,13 +191,13 @@ def test_an_error_within_a_step_is_recorded_and_raised_as_it_was():
 @pytest.fixture(autouse=True)
 def _computed_again(monkeypatch):
     """The readings here are made up, so a step that is computed again would come out otherwise."""
-    monkeypatch.setattr("stabletrain.trainer.incidents.comes_out_otherwise", lambda *_: False)
+    monkeypatch.setattr("stabletrain.trainer.incidents.differs_when_repeated", lambda *_: False)
 
 
 def settled(guard, numbers, **options):
     run = make_run(guard=guard, **options)
     run.state.step = numbers.step
-    stays = settle(run, executed(numbers), Throughput(run.history))
+    stays = judge_step(run, executed(numbers), Throughput(run.history))
     return run, stays
 
 
@@ -220,10 +222,10 @@ def test_a_verdict_of_a_rollback_restores_an_older_state_once():
     run, asked = make_run(), []
     run.rollback.roll_back = lambda *arguments: asked.append(arguments)
     run.state.step = 9
-    assert follow(run, Verdict.APPLY, Throughput(run.history))
-    assert follow(run, Verdict.SKIP, Throughput(run.history))
+    assert act_on_verdict(run, Verdict.APPLY, Throughput(run.history))
+    assert act_on_verdict(run, Verdict.SKIP, Throughput(run.history))
     assert not asked
-    assert not follow(run, Verdict.ROLLBACK, Throughput(run.history))
+    assert not act_on_verdict(run, Verdict.ROLLBACK, Throughput(run.history))
     assert asked == [(9,)]
 
 
@@ -231,18 +233,18 @@ def test_a_verdict_to_restore_puts_the_state_back_from_which_the_run_goes_on():
     run, asked = make_run(), []
     run.rollback.put_back = lambda *arguments, **options: asked.append((*arguments, options))
     run.state.step = 9
-    assert not follow(run, Verdict.RESTORE, Throughput(run.history))
+    assert not act_on_verdict(run, Verdict.RESTORE, Throughput(run.history))
     assert asked == [(9, {"trouble": 9, "used": False})]
 
 
 def test_a_verdict_to_halt_leaves_the_last_healthy_state_on_the_disk_before_the_run_ends():
     run, done = make_run(guard=Halting(), checkpoints=Saves()), []
-    run.rollback.save_last_healthy = lambda: done.append("saved")
-    run.rollback.checkpoints.wait = lambda: done.append("waited for")
+    run.saved.save_last_healthy = lambda: done.append("saved")
+    run.saved.checkpoints.wait = lambda: done.append("waited for")
     run.tools.guard.reason = "enough"
     run.state.step = 9
     with pytest.raises(TrainingHalted, match=r"^step 9: enough$"):
-        follow(run, Verdict.HALT, Throughput(run.history))
+        act_on_verdict(run, Verdict.HALT, Throughput(run.history))
     assert done == ["saved", "waited for"]
 
 
@@ -282,7 +284,7 @@ def test_a_signal_ends_the_run_and_says_whether_its_state_is_saved(checkpoints, 
     assert raised.value.saved == saved
     assert ("checkpoint=off" in str(raised.value)) == (not saved)
     assert run.output.tracker.events == [("preempt", 7, {"signal": "SIGTERM"})]
-    assert not saved or run.rollback.checkpoints.saves == [7]
+    assert not saved or run.saved.checkpoints.saves == [7]
 
 
 def test_a_signal_after_the_last_step_interrupts_nothing():
@@ -294,7 +296,7 @@ def test_a_signal_after_the_last_step_interrupts_nothing():
         executed(reading()),
         Throughput(run.history),
     )
-    assert run.rollback.checkpoints.saves == [100, 100]  # before the evaluation too, which may take too long
+    assert run.saved.checkpoints.saves == [100, 100]  # before the evaluation too, which may take too long
     assert run.history.val_step == 100
 
 
@@ -305,7 +307,7 @@ def test_a_state_is_saved_when_it_is_the_best_so_far_and_then_not_when_it_is_not
     use_state(run, due, executed(reading()), Throughput(run.history))
     run.state.step = 40
     use_state(run, due, executed(reading()), Throughput(run.history))  # the same weights, so the same loss
-    assert run.rollback.checkpoints.saves == [20]
+    assert run.saved.checkpoints.saves == [20]
     assert run.history.best_step == 20
 
 

@@ -9,7 +9,7 @@ import torch
 import stabletrain
 from stabletrain.checkpoint.folder import find
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.trainer.rollback import Rollback
+from stabletrain.trainer.saved_states import SavedStates
 from tests.runs import TINY_GPT
 
 QUICK = ["guard=rollback", "guard.window=20", "guard.patience=3", "guard.snapshot_every=5", "guard.healthy_after=4"]
@@ -45,14 +45,14 @@ def test_a_wrong_setting_costs_nothing_of_what_was_trained_before(run, changed):
 
 def test_without_the_pinned_state_the_run_halts_and_says_so(run, monkeypatch):
     """Its snapshot is damaged, and so is its checkpoint: an older state is not taken in its place."""
-    monkeypatch.setattr(Rollback, "_newest_intact", lambda self, target: None)
+    monkeypatch.setattr(SavedStates, "_newest_intact", lambda self, target: None)
 
     def spoil(self, *typed):
         shutil.rmtree(run / "checkpoints" / "step-00000040", ignore_errors=True)
         return wanted(self, *typed)
 
-    wanted = Rollback._wanted
-    monkeypatch.setattr(Rollback, "_wanted", spoil)
+    wanted = SavedStates.before_trouble
+    monkeypatch.setattr(SavedStates, "before_trouble", spoil)
     assert stabletrain.train([f"resume={run}", "steps=200", "optimizer.lr=30"]).status == "halted"
     reason = json.loads((run / "run.json").read_text())["reason"]
     assert "the state of step 40, from which the run was resumed with other settings, is damaged" in reason

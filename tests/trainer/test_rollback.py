@@ -153,7 +153,7 @@ def test_a_run_that_was_killed_rolls_back_exactly_as_one_that_was_not(tmp_path, 
     assert same(weights(whole), weights(resumed))
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     for name in ("guard", "recent", "clipping", "precision"):
-        assert str(whole.rollback.parts[name].state_dict()) == str(resumed.rollback.parts[name].state_dict()), name
+        assert str(whole.saved.parts[name].state_dict()) == str(resumed.saved.parts[name].state_dict()), name
     assert (whole.state.executed_steps, whole.state.skipped) == (resumed.state.executed_steps, resumed.state.skipped)
 
 
@@ -181,7 +181,7 @@ def test_a_state_that_is_computed_again_is_the_one_that_was_lost(tmp_path):
     assert same(weights(whole), weights(resumed))
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     for name in ("guard", "recent", "clipping", "precision"):
-        assert str(whole.rollback.parts[name].state_dict()) == str(resumed.rollback.parts[name].state_dict()), name
+        assert str(whole.saved.parts[name].state_dict()) == str(resumed.saved.parts[name].state_dict()), name
     a, b = (find(tmp_path / run / "checkpoints" / "step-00000039").load() for run in ("whole", "cut"))
     assert str(a["parts"]["guard"]) == str(b["parts"]["guard"])
 
@@ -308,7 +308,7 @@ def test_a_state_knows_the_evaluation_of_its_own_step(tmp_path):
     job = trained(tmp_path, "steps=30", "eval_every=25", "checkpoint.every=25", wrecked=[29], factor=1.0)
     evaluated = {line["step"]: line["val/loss"] for line in lines(tmp_path) if "val/loss" in line}
     assert find(tmp_path / "checkpoints" / "step-00000025").val_loss == evaluated[25]
-    assert job.rollback.snapshots.newest(25)["parts"]["history"]["val_step"] == 25
+    assert job.saved.snapshots.newest(25)["parts"]["history"]["val_step"] == 25
 
 
 @pytest.mark.slow
@@ -332,14 +332,14 @@ def test_no_state_is_put_by_in_trouble(tmp_path):
     with composed(*TINY_GPT, *QUICK, "guard.snapshot_every=1", "steps=120") as cfg:
         job = build(cfg, tmp_path)
     most = 0
-    keep = job.rollback.snapshots.retain
+    keep = job.saved.snapshots.retain
 
     def counting(steps):
         nonlocal most
         keep(steps)
-        most = max(most, len(job.rollback.snapshots._trees))
+        most = max(most, len(job.saved.snapshots._trees))
 
-    job.rollback.snapshots.retain = counting
+    job.saved.snapshots.retain = counting
     parameter = list(job.state.model.parameters())[-1]
     odd = range(31, 90, 2)
     parameter.register_hook(lambda gradient: gradient * (math.nan if job.state.step in odd else 1))
@@ -362,5 +362,5 @@ def test_a_skipped_step_that_is_computed_again_costs_the_next_one_nothing(tmp_pa
         return weights(job)
 
     once_more = run("computed again")
-    monkeypatch.setattr("stabletrain.trainer.incidents.comes_out_otherwise", lambda *_: False)
+    monkeypatch.setattr("stabletrain.trainer.incidents.differs_when_repeated", lambda *_: False)
     assert same(once_more, run("not"))

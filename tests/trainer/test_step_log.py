@@ -7,6 +7,7 @@ from stabletrain.stability.guard import SkipGuard
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.loop import final_metrics
 from stabletrain.trainer.rollback import PendingReplay
+from stabletrain.trainer.saved_states import HealingRecord
 from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step, reading_metrics
 from tests.trainer.given import batch, make_run, reading
 
@@ -59,7 +60,7 @@ def test_the_line_has_each_number_under_its_name():
 @pytest.mark.parametrize(("escalate", "counts"), [("halt", {}), ("whatif", {"guard/healings": 1})])
 def test_a_run_that_may_heal_logs_how_often_it_did(escalate, counts):
     run = make_run(guard=SkipGuard(escalate=escalate))
-    run.rollback.healed_by, run.rollback.whatif_steps = ["clip"], 300
+    run.saved.healing = HealingRecord(healed_by=["clip"], whatif_steps=300)
     log_step(run, reading(20), Throughput(run.history), NOTHING)
     ((_, metrics),) = run.output.tracker.lines
     assert {name: metrics[name] for name in metrics if name.endswith(("healings", "whatif_steps"))} == counts
@@ -85,14 +86,14 @@ def test_a_replayed_step_is_not_logged_again():
     run = make_run()
     run.rollback.replaying = PendingReplay(30, 40, 45, [], {})
     log_step(run, reading(10), Throughput(run.history), NOTHING)
-    log_alarms(run, 10, [Alarm("skips", "many")])
+    log_alarms(run.tracker, 10, [Alarm("skips", "many")])
     tracker = run.output.tracker
     assert (tracker.lines, tracker.shown, tracker.events) == ([], [], [])
 
 
 def test_each_alarm_is_recorded_shown_and_sent():
     run = make_run()
-    log_alarms(run, 12, [Alarm("skips", "many skips"), Alarm("clipping", "always clipped")])
+    log_alarms(run.tracker, 12, [Alarm("skips", "many skips"), Alarm("clipping", "always clipped")])
     tracker = run.output.tracker
     assert tracker.events == [
         ("alarm", 12, {"kind": "skips", "text": "many skips"}),

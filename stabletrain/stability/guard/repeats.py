@@ -94,13 +94,12 @@ class RepeatGradient(NoRepeat):
     @contextmanager
     def _rewound(self) -> Generator[None]:
         """Sets buffers, generators, gradients and attributes to the beginning of the step; restores them on exit."""
-        model, device = self._model, self._generators.device
-        buffers, closed = buffers_of(model), torch.zeros((), dtype=torch.bool, device=device)
-        saved, generators, attributes = buffers.save(), Generators.now(device), attributes_of(model)
+        model = self._model
+        saved, generators = buffers_of(model).save(), Generators.now(self._generators.device)
+        attributes = attributes_of(model)
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         try:
-            self._buffers.buffers.put_back()  # the forward pass may have replaced them
-            self._buffers.buffers.restore_(self._buffers, closed)
+            self._buffers.put_back()
             put_back_all(self._attributes)
             for parameter, _ in gradients:
                 parameter.grad = None
@@ -110,8 +109,7 @@ class RepeatGradient(NoRepeat):
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             put_back_all(attributes)
-            buffers.put_back()
-            buffers.restore_(saved, closed)
+            saved.put_back()
             generators.set()
 
 

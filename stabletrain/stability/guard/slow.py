@@ -210,8 +210,8 @@ class SlowSpikes(NoSlowSpikes):
         text = (
             f"slow spike: the validation loss is {loss:.4g}, for {CONFIRMATIONS} evaluations above its "
             f"best, {best:.4g} at step {best_step}, by more than its noise ({bound:.2g}); likely cause: data that "
-            f"repeats or changed since step {best_step}, or overfitting. fix: take the checkpoint of the best loss, or let "
-            "guard.slow=rollback go back to before it rose"
+            f"repeats or changed since step {best_step}, or overfitting. fix: take the checkpoint of the best loss, or "
+            "let guard.slow=rollback go back to before it rose"
         )
         return [Alarm("slow_validation", text, best_step + 1)]
 

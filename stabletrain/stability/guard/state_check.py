@@ -190,9 +190,7 @@ class StateCheck(NoStateCheck):
         """
         if self._forward is not None and self._forward[0].buffers.tensors:
             good, changed = self._forward
-            changed.buffers.put_back()
-            closed = torch.zeros((), dtype=torch.bool, device=good.buffers.tensors[0].device)
-            changed.buffers.restore_(good, closed)
+            good.put_back(changed.buffers)
 
     def changes(self, model: nn.Module) -> list[Change]:
         """Returns the tensors that changed before the newest comparison; waits for the device."""

@@ -1,0 +1,300 @@
+"""The run's saved states, snapshots in memory and checkpoints on disk: takes them, and chooses which one to restore.
+
+Snapshots are restored by a rollback, and are lost with the process. Checkpoints are restored by a resume, and by a
+rollback that finds no snapshot. `rollback.py` goes back to the state that is chosen here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from stabletrain.checkpoint.capture import Stateful, capture, restore, sharded_tensors
+from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
+from stabletrain.checkpoint.snapshots import Snapshots
+from stabletrain.checkpoint.tree import Tree
+from stabletrain.errors import ConfigError
+from stabletrain.protocols import GuardPolicy
+from stabletrain.records import TrainState
+from stabletrain.stability.guard.written import state_is_finite
+from stabletrain.trainer.changes import NoResumption
+from stabletrain.trainer.roles import Checkpoints, Resumption, Tracker
+
+
+@runtime_checkable
+class HasCumulativeState(Protocol):
+    """A part of the state with values that a rollback does not undo: counts, budgets, time."""
+
+    def cumulative_state(self) -> dict[str, Any]: ...
+    def load_cumulative_state(self, state: dict[str, Any], /) -> None: ...
+
+
+@dataclass(frozen=True)
+class HealingRecord:
+    """How the run was healed so far; see `whatif/healing.py`.
+
+    Attributes:
+        resumed_steps: steps of the states that were resumed with another arm; retention keeps their checkpoints.
+        healed_by: the arms that the run was resumed with.
+        whatif_steps: steps spent on arms after all halts.
+    """
+
+    resumed_steps: Sequence[int] = ()
+    healed_by: Sequence[str] = ()
+    whatif_steps: int = 0
+
+
+class SavedStates:
+    """Saves the states of one run, and finds the one to restore.
+
+    Attributes:
+        state: the live state.
+        parts: every stateful object other than model and optimizer, by its name in checkpoints.
+        snapshots: states in memory.
+        checkpoints: states on disk.
+        healing: how the run was healed so far.
+
+    Args:
+        guard: decides which states to retain and which are healthy.
+        tracker: receives events and messages.
+        run_id: stored in each checkpoint.
+        resumption: fits checkpoints to changed settings; None restores them unchanged.
+        any_rank: returns whether its argument is true on any rank.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        parts: Mapping[str, Stateful],
+        *,
+        guard: GuardPolicy,
+        checkpoints: Checkpoints,
+        tracker: Tracker,
+        run_id: str,
+        resumption: Resumption | None = None,
+        any_rank: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.state, self.parts, self.checkpoints = state, parts, checkpoints
+        self.snapshots, self.healing = Snapshots(), HealingRecord()
+        self._references: dict[int, Any] = {}  # for each snapshot, the checksums that it must have when it is restored
+        self._resumed_healthy = False
+        self._guard, self._retained = guard, guard.states
+        self._tracker, self._run_id, self._any_rank = tracker, run_id, any_rank
+        self._resumption: Resumption = resumption or NoResumption()
+
+    # ---- saving
+
+    def snapshot_due(self, step: int) -> bool:
+        """Returns whether to take a snapshot after `step` steps."""
+        return self._retained.due(step)
+
+    def take_snapshot(self) -> None:
+        """Takes a snapshot of the present state, and frees those that are no longer retained."""
+        self._retained.retain(self.state.step, self._guard.healthy)
+        self.snapshots.retain(self._retained.steps)  # first, so that the new snapshot takes the memory of a dropped one
+        self.snapshots.take(self.state.step, capture(self.state, self.parts), self.state)
+        steps = self._retained.steps
+        self._references = {step: each for step, each in self._references.items() if step in steps}
+        self._references[self.state.step] = self._guard.state_check.reference(self.state)
+        self.snapshots.retain(self._retained.steps)
+
+    def keep_before_new_settings(self, *, pin: bool) -> None:
+        """Takes a snapshot of the resumed state, before the first step with other settings.
+
+        Steps from before the change could not be replayed to reach this state.
+
+        Args:
+            pin: whether no rollback may restore an older state.
+        """
+        if self._retained.target is None:
+            return
+        if pin and self._resumed_healthy:
+            self._retained.pin(self.state.step)
+        self.take_snapshot()
+
+    def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:
+        """Writes a checkpoint of the present state.
+
+        Args:
+            val_loss: validation loss of this state, nats per target; None if it was not evaluated.
+            healthy: whether to mark it as healthy; None asks the guard.
+        """
+        # Snapshots are lost if the process is killed. A resumed run then replays the state that a rollback needs, from
+        # a checkpoint at least as old as this state. So the disk must hold one as old as the oldest retained state.
+        oldest = min(self._retained.steps, default=self.state.step)
+        if oldest < self.state.step and not self.checkpoints.reaches(oldest):
+            kept = self.snapshots.newest(oldest)
+            if kept is not None:
+                self._write(kept, healthy=True, val_loss=val_loss_of(kept), here=False)
+        healthy = self._guard.healthy if healthy is None else healthy
+        self._write(capture(self.state, self.parts), healthy=healthy, val_loss=val_loss)
+
+    def save_last_healthy(self) -> int | None:
+        """Writes the newest healthy snapshot to disk, because the run halts and its present weights may be bad.
+
+        Values that a rollback does not undo are taken from the present state, so a resumed run continues its counts.
+
+        Returns:
+            number of steps of that state; None if there is none.
+        """
+        target = self._retained.target
+        tree = None if target is None else self.snapshots.newest(target)
+        if tree is None:
+            return None
+        parts = dict(tree["parts"])
+        for name, state in self.cumulative_states().items():
+            parts[name] = {**parts[name], **state}
+        skipped = [list(span) for span in self.state.skipped]
+        over = {"tick": self.state.executed_steps, "skipped": skipped, "parts": parts}
+        self._write({**tree, **over}, healthy=True, val_loss=val_loss_of(tree))
+        return tree["step"]
+
+    def cumulative_states(self) -> dict[str, dict[str, Any]]:
+        """Returns the values that a rollback does not undo, for each part that has some."""
+        parts = self.parts.items()
+        return {name: part.cumulative_state() for name, part in parts if isinstance(part, HasCumulativeState)}
+
+    def _write(self, tree: Tree, *, healthy: bool, val_loss: float | None, here: bool = True) -> None:
+        forecast = getattr(self.parts.get("forecast"), "kept", ())
+        self.checkpoints.save(
+            tree["step"],
+            tree,
+            info={"run": self._run_id, **self._resumption.info()},
+            healthy=healthy,
+            val_loss=val_loss,
+            anchors=[*self._retained.steps, *self.healing.resumed_steps, *forecast],
+            here=here,
+        )
+
+    def discard_later(self) -> None:
+        """Deletes the checkpoints of later steps than the present one, which the run will reach with other data."""
+        self.checkpoints.rewind(self.state.step)
+        self._resumption.went_back(self.state.step)
+
+    # ---- restoring
+
+    def resume(self, resume: str) -> None:
+        """Restores the checkpoint that `resume` names, and reports it.
+
+        Args:
+            resume: `none`; `auto` for the preferred checkpoint of this run folder (`Checkpoints.preferred`); another
+                run folder, for its preferred checkpoint; or a checkpoint folder.
+        """
+        if resume == "none":
+            return
+        tracker = self._tracker
+        if resume == "auto":
+            found = self._first_usable(self.checkpoints.preferred, self._resume_from)
+        else:
+            found = self.checkpoints.find(Path(resume))
+            self._resume_from(found)
+        if found is not None:
+            self._resumed_healthy = found.healthy
+            tracker.event("resume", self.state.step, checkpoint=found.path.name, healthy=found.healthy)
+            tracker.note(f"resumed after step {self.state.step}, from {found.path}")
+            # If the folder was searched, the search has reported this already.
+            if not found.healthy and Path(resume).absolute() == found.path.absolute():
+                tracker.note(f"resume: {found.path.name} is not healthy: its weights or moments may not be finite")
+        elif tracker.started():
+            tracker.event("restart", 0, reason="no usable checkpoint")
+            tracker.note("resume: no usable checkpoint is left here; the run starts again from step 0")
+
+    def _resume_from(self, found: Checkpoint) -> None:
+        tree = found.load(sharded_tensors(self.state))
+        restore(self._resumption.resume(found, tree), self.state, self.parts)
+
+    def _first_usable(
+        self, look: Callable[[], Checkpoint | None], use: Callable[[Checkpoint], None]
+    ) -> Checkpoint | None:
+        """Uses the first checkpoint that can be used; returns it, or None if there is none.
+
+        Args:
+            look: returns the next checkpoint that was not rejected.
+            use: raises UnusableCheckpoint if the checkpoint cannot be used.
+
+        Raises:
+            ConfigError: there are checkpoints that verify, and none of them can be used. The run does not start again
+                from step 0.
+        """
+        faults = []
+        while (found := look()) is not None:
+            fault = ""
+            try:
+                use(found)
+            except UnusableCheckpoint as error:
+                fault = str(error)
+            if self.checkpoints.accept(found, fault):
+                return found
+            faults.append(fault)
+        if faults:
+            raise ConfigError(
+                f"no checkpoint of this run can be restored ({faults[0]}): resume with the version of stabletrain that "
+                "wrote them, or start a new run in another folder"
+            )
+        return None
+
+    def before_trouble(self) -> int | None:
+        """Returns the step of the state that a rollback should restore; None if there is none.
+
+        It is the newest healthy state, or after a slow spike one from before the spike began.
+        """
+        before = self._guard.rollback_before
+        if before is None:
+            return self._retained.target
+        if kept := [step for step in self._retained.steps if step <= before]:
+            return max(kept)
+        if (pinned := self._retained.pinned) is not None:
+            return pinned
+        saved = self.checkpoints.newest(healthy_only=True, at_most=before)
+        return min(self._retained.steps, default=None) if saved is None else saved.step
+
+    def find(self, target: int) -> tuple[Tree, int] | None:
+        """Returns a state to restore, and the step up to which to replay from it; None if no intact state is left.
+
+        The state is the newest one of at most `target` steps, from memory or disk; else the oldest healthy one.
+        """
+        # A snapshot of exactly this state needs neither the disk nor a replay.
+        kept = self._newest_intact(target)
+        if kept is not None and kept["step"] == target:
+            return kept, target
+        # Otherwise the newer of snapshot and checkpoint, for the shortest replay. Each checkpoint that cannot be loaded
+        # is rejected on all ranks, and the next one is tried.
+        trees: list[Tree] = []
+        while (saved := self.checkpoints.newest(at_most=target) or self.checkpoints.oldest()) is not None:
+            if kept is not None and kept["step"] >= saved.step:
+                return kept, target
+            fault = ""
+            try:
+                trees = [saved.load(sharded_tensors(self.state))]
+            except UnusableCheckpoint as error:
+                fault = str(error)
+            if self.checkpoints.accept(saved, fault):
+                break
+        if saved is None:
+            return None if kept is None else (kept, target)
+        tree = self._resumption.fit(saved, trees[0])
+        # Steps from before a resume that changed settings would not be the same steps again, so they are not replayed:
+        # the run continues from the checkpoint itself. It is older than a healthy state, so it is healthy as well.
+        return tree, max(target, saved.step) if self._resumption.replayable(saved, target) else saved.step
+
+    def _newest_intact(self, target: int) -> Tree | None:
+        """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; or None."""
+        while (kept := self.snapshots.newest(target)) is not None:
+            # Checksums are of the live tensors, so restore the snapshot first: the present state is given up anyway.
+            step, skipped, executed = self.state.step, self.state.skipped, self.state.executed_steps
+            restore(kept, self.state, {})
+            intact = self._guard.state_check.restored(self.state, self._references.get(kept["step"]))
+            intact = intact and state_is_finite(self.state.model, self.state.optimizer)
+            self.state.step, self.state.skipped, self.state.executed_steps = step, skipped, executed
+            if not self._any_rank(not intact):
+                return kept
+            self.snapshots.drop(kept["step"])
+            self._tracker.event("corrupt_snapshot", step, snapshot=kept["step"])
+            self._tracker.note(f"step {step}: the snapshot after step {kept['step']} is damaged: not used")
+        return None
+
+
+def val_loss_of(tree: Tree) -> float | None:
+    """Returns the validation loss of a saved state; None if that state was not evaluated."""
+    history = tree["parts"]["history"]
+    return history["val"].get("val/loss") if history.get("val_step") == tree["step"] else None
