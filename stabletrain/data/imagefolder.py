@@ -78,26 +78,23 @@ class ImageFolder(Images):
         if len(mean) not in (1, 3):
             raise ConfigError(f"data.mean={list(mean)} has {len(mean)} numbers: use 3 for colour, 1 for grey")
         root = existing(path, "data.path")
-        splits: dict[str, Pictures]
         second = next((name for name in VALIDATION if (root / name).is_dir()), None)
         if (root / "train").is_dir() and second:
             classes = class_folders(root / "train", path)
             if classes != class_folders(root / second, path):
                 raise ConfigError(f"data.path={path}: train/ and {second}/ do not have the same class folders")
-            train, val = (files_of(root / split, classes) for split in ("train", second))
-            splits = {
-                "train": Files(root / "train", train, len(mean)),
-                "val": Files(root / second, val, len(mean)),
-            }
+            folders = {"train": root / "train", "val": root / second}
+            files = {split: files_of(folder, classes) for split, folder in folders.items()}
         else:
             root = root / "train" if (root / "train").is_dir() else root
             classes = class_folders(root, path)
-            files = files_of(root, classes)
-            kept = [split_hash(name) < val_fraction for name, _ in files]
-            splits = {
-                "train": Files(root, [f for f, held in zip(files, kept, strict=True) if not held], len(mean)),
-                "val": Files(root, [f for f, held in zip(files, kept, strict=True) if held], len(mean)),
-            }
+            folders = {"train": root, "val": root}
+            files: dict[str, list[tuple[str, int]]] = {"train": [], "val": []}
+            for name, label in files_of(root, classes):
+                files["val" if split_hash(name) < val_fraction else "train"].append((name, label))
+        splits: dict[str, Pictures] = {
+            split: Files(folder, files[split], len(mean)) for split, folder in folders.items()
+        }
         for split, found in splits.items():
             if not len(found.labels):
                 use = "train" if split == "train" else "validate"

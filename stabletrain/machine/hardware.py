@@ -125,19 +125,22 @@ def fp8_reason(device: torch.device) -> str:
     """Returns one line with the reason for `has_fp8`'s answer."""
     if device.type != "cuda":
         return "a CPU has no fp8"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{name(device)} (compute capability {major}.{minor}) has {'' if has_fp8(device) else 'no '}fp8"
+    return f"{card(device)} has {'' if has_fp8(device) else 'no '}fp8"
 
 
 def bf16_reason(device: torch.device) -> str:
     """Returns one line with the reason for `has_bf16`'s answer."""
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        verdict = "has bf16" if has_bf16(device) else "has no bf16"
-        return f"{name(device)} (compute capability {major}.{minor}) {verdict}"
+        return f"{card(device)} has {'' if has_bf16(device) else 'no '}bf16"
     if "amx_bf16" in cpu_flags():
         return "this CPU has AMX"
     return "this CPU has AVX512-BF16" if has_bf16(device) else "this CPU has no bf16 instructions"
+
+
+def card(device: torch.device) -> str:
+    """Returns the GPU's product name and compute capability."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{name(device)} (compute capability {major}.{minor})"
 
 
 def name(device: torch.device) -> str:

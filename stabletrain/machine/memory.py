@@ -70,15 +70,15 @@ def limit_of(folder: Path, version: int) -> float:
 
 def free_in_group(folder: Path, version: int) -> float:
     """Returns the rest of a control group's limit, in bytes; inf without a limit."""
-    limit, usage, reclaimable = FILES[version]
+    _, usage, reclaimable = FILES[version]
     try:
-        left = int((folder / limit).read_text()) - int((folder / usage).read_text())
-    except (OSError, ValueError):  # the root group has no limit, and "max" is no number
+        left = limit_of(folder, version) - int((folder / usage).read_text())
+    except (OSError, ValueError):
         return math.inf
     with suppress(OSError, ValueError):  # cached files count as usage, but are dropped when memory is needed
         lines = (folder / "memory.stat").read_text().splitlines()
         left += sum(int(line.split()[1]) for line in lines if line.startswith(f"{reclaimable} "))
-    return max(float(left), 0.0)
+    return max(left, 0.0)
 
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")

@@ -125,17 +125,14 @@ class NFResNet(nn.Module):
         skipinit: bool = False,
     ) -> None:
         super().__init__()
-        if depth < 8 or depth % 6 != 2:
-            raise ConfigError(
-                f"model.depth={depth} is not 6 n + 2: the nearest is {6 * max(1, round((depth - 2) / 6)) + 2}"
-            )
+        n_blocks = blocks_per_stage(depth)
         if not 0 < alpha < math.inf:
             raise ConfigError(f"model.alpha={alpha} is outside (0, inf): it scales what each block adds; use 0.2")
         self.conv1 = StandardisedConv2d(in_channels, 16, 3)
         blocks: list[NFBlock] = []
         width, variance = 16, 1.0
         for channels, first_stride in ((16, 1), (32, 2), (64, 2)):
-            for i in range((depth - 2) // 6):
+            for i in range(n_blocks):
                 stride = first_stride if i == 0 else 1
                 block = NFBlock(width, channels, stride, alpha=alpha, variance=variance, skipinit=skipinit)
                 blocks.append(block)
@@ -160,6 +157,14 @@ class NFResNet(nn.Module):
         """Returns the last gain of each residual branch: SkipInit's scalar, or the gain of the last convolution."""
         blocks = [block for block in self.blocks if isinstance(block, NFBlock)]
         return [block.conv2.gain if block.skip_gain is None else block.skip_gain for block in blocks]
+
+
+def blocks_per_stage(depth: int) -> int:
+    """Returns n for a depth of 6 n + 2; raises ConfigError for any other."""
+    if depth < 8 or depth % 6 != 2:
+        nearest = 6 * max(1, round((depth - 2) / 6)) + 2
+        raise ConfigError(f"model.depth={depth} is not 6 n + 2: the nearest is {nearest}")
+    return (depth - 2) // 6
 
 
 def activate(x: Float[Tensor, "*shape"], beta: float = 1.0) -> Float[Tensor, "*shape"]:

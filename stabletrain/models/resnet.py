@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from stabletrain.errors import ConfigError
+from stabletrain.models.nf_resnet import blocks_per_stage
 
 
 class CifarBlock(nn.Module):
@@ -52,13 +53,9 @@ class CifarResNet(nn.Module):
 
     def __init__(self, *, depth: int = 20, num_classes: int = 10, in_channels: int = 3) -> None:
         super().__init__()
-        if depth < 8 or depth % 6 != 2:
-            raise ConfigError(
-                f"model.depth={depth} is not 6 n + 2: the nearest is {6 * max(1, round((depth - 2) / 6)) + 2}"
-            )
+        blocks, width = blocks_per_stage(depth), 16
         self.conv1 = conv3x3(in_channels, 16)
         self.bn1 = nn.BatchNorm2d(16)
-        blocks, width = (depth - 2) // 6, 16
         stages = []
         for channels, stride in ((16, 1), (32, 2), (64, 2)):
             first = CifarBlock(width, channels, stride)

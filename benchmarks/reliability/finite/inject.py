@@ -37,7 +37,7 @@ class Finite(NoFaults):
         self.fault = self.kind.fault
         self.late = self.kind.group == "memory" and "buffer" not in kind and seed % 2 == 1
 
-    def hits(self, number: int) -> bool:
+    def happens_here(self, number: int) -> bool:
         """Whether the fault acts at this tick or data position."""
         return self.at <= number < self.at + self.kind.steps
 
@@ -61,7 +61,7 @@ class Finite(NoFaults):
             tick = state.executed_steps
             if tick == self.at - self.fault.ahead():
                 self.fault.remember(subject)
-            if self.hits(tick):
+            if self.happens_here(tick):
                 waiting.extend(self._begin(subject, tick - self.at))
 
         before_each_step(state.optimizer, begin)

@@ -190,16 +190,23 @@ def adam_moments(group: Group, roundoff: float) -> str:
     return ""
 
 
+def unproven_mode(optimizer: Optimizer, group: Group) -> str:
+    """Returns why a mode of PyTorch's optimizers is not proven; empty if it is."""
+    if group["differentiable"]:
+        return "differentiable=True is not proven"
+    if getattr(optimizer, "grad_scale", None) is not None:
+        return "its step divides gradients by a loss scale after they were judged"
+    return ""
+
+
 def adam(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `torch.optim.Adam` or `AdamW` is not proven."""
     if why := adam_moments(group, roundoff):
         return why
-    if group["differentiable"]:
-        return "differentiable=True is not proven"
+    if why := unproven_mode(optimizer, group):
+        return why
     if group["capturable"] and not group["fused"] and (why := out_of_range(group, CAPTURABLE_RANGES)):
         return f"{why}, with capturable=True and without fused=True"
-    if getattr(optimizer, "grad_scale", None) is not None:
-        return "its step divides gradients by a loss scale after they were judged"
     if not group["weight_decay"]:
         return ""
     return decoupled(group) if group["decoupled_weight_decay"] else out_of_range(group, L2_RANGES)
@@ -231,16 +238,14 @@ def sgd(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `torch.optim.SGD` is not proven."""
     if why := out_of_range(group, SGD_RANGES):
         return why
-    if group["differentiable"]:
-        return "differentiable=True is not proven"
+    if why := unproven_mode(optimizer, group):
+        return why
     lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
     gap = 1 - momentum * (1 + roundoff) ** 2
     if not lr <= 1e4 * gap:
         return f"lr={lr} is above 10000 (1 - momentum), with momentum={momentum}"
     if not lr * decay <= gap * gap / 4:
         return f"lr * weight_decay = {lr * decay:g} is above (1 - momentum)^2 / 4, with momentum={momentum}"
-    if getattr(optimizer, "grad_scale", None) is not None:
-        return "its step divides gradients by a loss scale after they were judged"
     if (
         momentum
         and group["fused"]

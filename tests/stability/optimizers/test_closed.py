@@ -90,7 +90,7 @@ def rounded(rng):
 
     def make(weights):
         optimizer = adam(AdamW, rng, fused=True)(weights)
-        Rounding([weight for weight in weights if weight.dtype == torch.bfloat16]).around(optimizer)
+        Rounding([weight for weight in weights if weight.dtype == torch.bfloat16]).attach(optimizer)
         return optimizer
 
     return make
@@ -420,7 +420,7 @@ def test_hooks_of_others_are_named():
 
 def test_hooks_of_this_package_keep_the_proof_but_not_an_injected_fault():
     optimizer = made()
-    Rounding([]).around(optimizer)
+    Rounding([]).attach(optimizer)
     assert why_unproven(optimizer) == ""
     fault = in_step.LearningRate(at=[0], factor=1e30)
     handles = fault.inject(TrainState(nn.Linear(1, 1), optimizer), None)
