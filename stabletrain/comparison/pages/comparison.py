@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stabletrain.comparison import sensitivity
-from stabletrain.comparison.pages import charts, shell
+from stabletrain.comparison.pages import charts
 from stabletrain.comparison.pages.charts import rounded
-from stabletrain.comparison.pages.headline import FEW, Row, headline, name_of, number, plural, throughput
-from stabletrain.comparison.pages.shell import page, words, write
+from stabletrain.comparison.pages.headline import FEW, Row, headline, name_of, number, throughput
+from stabletrain.comparison.pages.rendering import page, write
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.settings import Value, scalar, shared, telling, value_of, varied
 from stabletrain.errors import ConfigError
@@ -138,7 +138,7 @@ def made_from(folders: Sequence[Path], file: Path) -> str:
 def is_another_page(file: Path, folders: Sequence[Path]) -> bool:
     """Returns whether `file` exists and is not the page of these folders."""
     try:
-        return shell.mark(made_from(folders, file)).encode() not in read_file(file)[:4096]
+        return made_from(folders, file).encode() not in read_file(file)[:4096]
     except FileNotFoundError:
         return False
     except OSError:
@@ -189,20 +189,30 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
         "panels": charts.panels(curves.values()),
         "sensitivity": {"arms": arms} if arms else None,
     }
-    body = "".join(
-        [
-            f"<h1>{words(title(runs))}</h1>",
-            shell.sentences(headline(runs, table, arms, keys)),
-            shell.section("Runs", table_part(runs, same, keys)),
-            shell.section("Learning-rate sensitivity", grid_part(swept)),
-            shell.section("Curves over steps", shell.pictures(coloring(columns))) if curves else "",
-            shell.section("Throughput by card and precision", shell.throughputs(throughput(table))),
-            shell.section(
-                "Incidents", shell.incidents([(names[i], one) for i in about for one in about[i]["incidents"]])
-            ),
-        ]
+    settings = [(c, str(column["title"])) for c, column in enumerate(columns) if column.get("setting")]
+    others = [
+        (c, str(column["title"]))
+        for c, column in enumerate(columns)
+        if column["title"] in ("card", "precision", "status")
+    ]
+    return page(
+        "comparison/pages/templates/comparison.html",
+        scripts=SCRIPTS,
+        styles=STYLES,
+        data=data,
+        inputs=inputs,
+        title=title(runs),
+        headline=headline(runs, table, arms, keys),
+        common={**same, **shared(runs)},
+        dependent=[key for key in varied(runs) if key not in keys],
+        swept=bool(swept),
+        missing=[line for arm in swept for line in arm.missing],
+        has_curves=bool(curves),
+        colors=[*settings, *others, (-1, "run")],
+        usual_color=usual_color(settings),
+        throughputs=with_shares(throughput(table)),
+        incidents=[(names[i], one) for i in about for one in about[i]["incidents"]],
     )
-    return page(title(runs), body, data, scripts=SCRIPTS, styles=STYLES, inputs=inputs)
 
 
 def title(runs: Sequence[Run]) -> str:
@@ -259,53 +269,15 @@ def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
     }
 
 
-def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -> str:
-    """Returns the HTML of the table and its controls, and of the settings that the table does not show."""
-    equal = shared(runs)
-    others = [key for key in varied(runs) if key not in keys]
-    common = {**same, **equal}
-    return (
-        '<div class="bar"><span id="drawn" role="status">&nbsp;</span><span class="end"></span>'
-        '<button type="button" id="usual">all rows</button><button type="button" id="best">draw the best 5</button>'
-        '<button type="button" id="none">draw none</button></div>'
-        '<div id="table"></div>'
-        '<p class="soft" style="margin-top:8px">Click a heading to sort. Type below it to filter: text, &gt; 1, 2..3. '
-        "Filters and checkboxes select the runs to draw. Shaded columns are the settings that differ.</p>"
-        + shell.folded(f"The same in all runs: {len(common)} settings and results", shell.facts(common))
-        + shell.folded(
-            f"Determined by the settings in the table: {len(others)} setting{'s' if len(others) != 1 else ''}",
-            f'<p class="code">{words(", ".join(others))}</p>' if others else "",
-        )
-    )
+def usual_color(settings: Sequence[tuple[int, str]]) -> int:
+    """Returns the column that the colours show at first: a setting that differs, or -1 for the run."""
+    usual = next((c for c, title in settings if title not in ("seed", sensitivity.RATE)), None)
+    return next((c for c, title in settings if title != "seed"), -1) if usual is None else usual
 
 
-def grid_part(arms: Sequence[sensitivity.Arm]) -> str:
-    """Returns the HTML of the sensitivity charts and of the missing runs; empty if no learning rate was swept."""
-    if not arms:
-        return ""
-    lacking = [line for arm in arms for line in arm.missing]
-    lines = "".join(f"<li>{words(line)}</li>" for line in lacking[: shell.MOST])
-    return (
-        "<p>Sensitivity is how far the final loss is above the best one, in nats, on average over all learning rates "
-        "(arXiv 2309.14322). Lower is better. A model that learns nothing at any rate also scores 0, so look at the "
-        "curves too.</p>"
-        '<div id="sensitivity"></div>'
-        + shell.folded(f"{plural(len(lacking), 'run')} missing", f'<ul class="words">{lines}</ul>' if lines else "")
-    )
-
-
-def coloring(columns: Sequence[dict[str, Any]]) -> str:
-    """Returns the HTML of the menu that selects what the colours show: a setting that differs, or the run."""
-    fields = [(c, str(column["title"])) for c, column in enumerate(columns) if column.get("setting")]
-    usual = next((c for c, title in fields if title not in ("seed", sensitivity.RATE)), None)
-    usual = next((c for c, title in fields if title != "seed"), -1) if usual is None else usual
-    shown = [(c, title) for c, title in fields] + [
-        (c, str(column["title"]))
-        for c, column in enumerate(columns)
-        if column["title"] in ("card", "precision", "status")
-    ]
-    options = "".join(
-        f'<option value="{c}"{" selected" if c == usual else ""}>{words(title)}</option>'
-        for c, title in [*shown, (-1, "run")]
-    )
-    return f'<label>colour by <select id="by">{options}</select></label>'
+def with_shares(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds the length of each group's bar: in percent of the fastest with the same unit."""
+    longest = {
+        unit: max(group["median"] for group in groups if group["unit"] == unit) for unit in {g["unit"] for g in groups}
+    }
+    return [{**group, "share": 100 * group["median"] / longest[group["unit"]]} for group in groups]

@@ -12,7 +12,7 @@ from stabletrain.comparison.pages.one_run import (
     run_page,
     write_run_page,
 )
-from stabletrain.comparison.pages.shell import words
+from stabletrain.comparison.pages.rendering import words
 from stabletrain.comparison.reading.run import Range, Run
 from tests.comparison.made_pages import SAMPLE, made, text_of
 from tests.comparison.written import write
@@ -98,10 +98,12 @@ def test_a_run_of_a_sweep_shows_its_own_command_and_then_that_of_the_sweep(tmp_p
     (tmp_path / "1").mkdir()
     if mark is not None:
         (tmp_path / mark).touch()
-    shown = " ".join(text_of(commands(Run(tmp_path / "1", "finished", None, record, {}, True, {}))).split())
-    own = words("torchrun train.py --config-dir mine seed=1 'data.path=a b'")
-    assert shown == (f"{own} Run 1 of the sweep {words(sweep)}" if mark else words(sweep))
-    assert commands(run(tmp_path)) == ""
+    own = "torchrun train.py --config-dir mine seed=1 'data.path=a b'" if mark else sweep
+    made = Run(tmp_path / "1", "finished", None, record, {}, True, {})
+    assert commands(made) == (own, sweep)
+    shown = " ".join(text_of(run_page(made)).split())
+    assert (f"{words(own)} Run 1 of the sweep {words(sweep)}" in shown) == (mark is not None)
+    assert commands(run(tmp_path)) == ("", "")
 
 
 def test_an_interpolated_setting_shows_the_value_that_it_refers_to():
