@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.comparison.pages import charts
-from stabletrain.comparison.pages.headline import number, plural
+from stabletrain.comparison.pages.headline import is_number, plural
 from stabletrain.comparison.pages.rendering import page, write
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import read_run
@@ -51,14 +51,16 @@ def run_page(run: Run) -> str:
         outcome=outcome(run),
         figures=figures(run),
         incidents=[(None, one) for one in told],
-        whatifs=charts.whatif_rows(run, run.folder),
+        whatifs=[{**one, "link": charts.link(run.folder / one["path"], run.folder)} for one in run.whatifs],
         forecasts=run.forecasts,
         has_curves=bool(lines["curves"]),
         sample=charts.sample(run),
         own_command=own,
         command=command,
         overrides=overrides,
-        settings={key: resolved(value, run.settings) for key, value in run.settings.items() if key not in overrides},
+        settings={
+            key: referred_setting(value, run.settings) for key, value in run.settings.items() if key not in overrides
+        },
         machine=machine(run.record),
     )
 
@@ -68,16 +70,17 @@ def outcome(run: Run) -> list[str]:
     final = run.record.get("final", {})
     loss, steps = final.get("val/loss"), final.get("steps", run.steps)
     first = f"{run.status.capitalize()} after {plural(steps, 'step')}"
-    if number(loss):
+    if is_number(loss):
         first += f", validation loss {loss:.4g}{run.loss_unit}"
-        if number(final.get("val/accuracy")):
+        if is_number(final.get("val/accuracy")):
             first += f", accuracy {100 * final['val/accuracy']:.2f} %"
     elif loss is not None:
         first += ", but the validation loss is not finite: the run diverged"
     reason = run.problem or run.record.get("reason")
     remarks = run.record.get("remarks")
     said = [f"Note: {remark}." for remark in remarks] if isinstance(remarks, list) else []
-    found = [f"{first}.", str(reason) if reason else "", *said, guard(final), *healings(run), causes(run)]
+    incidents = f"{plural(len(run.incidents), 'incident')}, listed below." if run.incidents else "No incidents."
+    found = [f"{first}.", str(reason) if reason else "", *said, guard(final), *healings(run), incidents]
     return [sentence for sentence in found if sentence]
 
 
@@ -111,18 +114,13 @@ def healings(run: Run) -> list[str]:
     ]
 
 
-def causes(run: Run) -> str:
-    """Returns a sentence on the number of incidents."""
-    return f"{plural(len(run.incidents), 'incident')}, listed below." if run.incidents else "No incidents."
-
-
 def figures(run: Run) -> list[tuple[str, str]]:
     """Returns the key numbers of the run, without those that were not measured."""
     final = run.record.get("final", {})
     unit = next((unit for unit in UNITS if f"{unit}_per_s" in final), "units")
     best, step = final.get("best/val_loss", run.best[0]), final.get("best/step", run.best[1])
     found = [
-        ("best validation loss", f"{best:.4g} at step {step:,}" if number(best) else None),
+        ("best validation loss", f"{best:.4g} at step {step:,}" if is_number(best) else None),
         (f"{unit} per second", figure(final.get(f"{unit}_per_s"), ",.0f")),
         ("of the card's peak FLOP/s", figure(run.last("throughput/mfu"), ".1%")),
         ("GB of peak memory", figure(run.highest("memory/peak_gb"), ".3g")),
@@ -134,10 +132,10 @@ def figures(run: Run) -> list[tuple[str, str]]:
 
 def figure(value: Any, form: str) -> str | None:
     """Formats a number; None if it is missing or not finite."""
-    return format(value, form) if number(value) and math.isfinite(value) else None
+    return format(value, form) if is_number(value) and math.isfinite(value) else None
 
 
-def resolved(value: Value, settings: Mapping[str, Value]) -> Value:
+def referred_setting(value: Value, settings: Mapping[str, Value]) -> Value:
     """Returns the setting that an interpolation such as `${seed}` refers to; any other value unchanged."""
     refers = isinstance(value, str) and value.startswith("${") and value.endswith("}")
     return settings.get(str(value)[2:-1], value) if refers else value

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.comparison.pages.headline import plural
-from stabletrain.comparison.reading.settings import shown
+from stabletrain.comparison.reading.settings import setting_text
 from stabletrain.tracking.metrics import replace
 
 WEB = Path(__file__).parent / "web"
@@ -56,7 +56,7 @@ def page(
             policy=policy,
             styles=map(style, styles),
             scripts=codes,
-            data=embedded(data),
+            data=script_json(data),
             libraries=" and ".join(f"{library['name']} {library['release']}" for library in libraries),
             licences="\n\n".join(f"{library['name']}\n\n{read(library['licence'])}" for library in libraries),
         )
@@ -71,13 +71,13 @@ def templates() -> Any:
     made = Environment(
         loader=FunctionLoader(template_text),
         autoescape=True,
-        finalize=words,
+        finalize=escaped,
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
     )
     made.globals["MOST_ROWS"] = MOST_ROWS
-    made.filters |= {"plural": plural, "setting_text": setting_text}
+    made.filters |= {"plural": plural, "fact_text": fact_text}
     return made
 
 
@@ -86,9 +86,9 @@ def template_text(name: str) -> str:
     return re.sub(r"\n +", "", (PACKAGE / name).read_text(encoding="utf-8"))
 
 
-def setting_text(value: Any) -> str:
+def fact_text(value: Any) -> str:
     """Returns a text unchanged, and another value as on the command line."""
-    return value if isinstance(value, str) else shown(value)
+    return value if isinstance(value, str) else setting_text(value)
 
 
 def write(text: str, file: Path) -> None:
@@ -96,7 +96,7 @@ def write(text: str, file: Path) -> None:
     replace(file, text.encode("utf-8", "replace").decode("utf-8"))  # file names may contain invalid Unicode
 
 
-def words(text: Any) -> Any:
+def escaped(text: Any) -> Any:
     """Escapes text for HTML, and replaces control characters; markup stays as it is."""
     from markupsafe import Markup
 
@@ -106,7 +106,7 @@ def words(text: Any) -> Any:
     return Markup(html.escape(printable, quote=True))
 
 
-def embedded(data: Any) -> str:
+def script_json(data: Any) -> str:
     """Returns JSON without `<`, so that it cannot end a script element; raises ValueError on NaN and infinities."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 

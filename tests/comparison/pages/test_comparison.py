@@ -6,7 +6,14 @@ import re
 import pytest
 
 from stabletrain.comparison import frame_of
-from stabletrain.comparison.pages.comparison import EMBEDDED, columns_of, embedded, rank, with_shares, write_page
+from stabletrain.comparison.pages.comparison import (
+    EMBEDDED,
+    columns_of,
+    rank,
+    runs_with_curves,
+    with_shares,
+    write_page,
+)
 from stabletrain.comparison.pages.headline import name_of
 from stabletrain.comparison.pages.one_run import write_run_page
 from stabletrain.comparison.reading.runs import read_run, read_runs
@@ -110,7 +117,7 @@ def test_of_many_runs_the_best_the_worst_and_those_with_incidents_are_drawn(tmp_
     run = read_run(made(tmp_path / "run"))
     hit = read_run(made(tmp_path / "hit", incident={"step": 9, "cause": "bad_batch"}))
     runs = [hit if i == 700 else run for i in range(1000)]
-    chosen = embedded(runs)
+    chosen = runs_with_curves(runs)
     assert len(chosen) == EMBEDDED
     assert {0, 1, 999, 700} <= {*chosen}
 

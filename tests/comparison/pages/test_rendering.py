@@ -10,7 +10,15 @@ import pytest
 from jinja2 import UndefinedError
 
 from stabletrain.comparison.pages import rendering
-from stabletrain.comparison.pages.rendering import MOST_ROWS, embedded, page, template_text, templates, words, write
+from stabletrain.comparison.pages.rendering import (
+    MOST_ROWS,
+    escaped,
+    page,
+    script_json,
+    template_text,
+    templates,
+    write,
+)
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "run.js"]
 HOSTILE = '</script><b onclick="x">\'&\x00\x1b'
@@ -23,17 +31,17 @@ def part(name, *arguments):
 
 
 def test_text_and_data_cannot_close_their_element():
-    assert words(HOSTILE) == "&lt;/script&gt;&lt;b onclick=&quot;x&quot;&gt;&#x27;&amp;\ufffd\ufffd"
-    assert "<" not in embedded({HOSTILE: [HOSTILE]})
-    assert json.loads(embedded({HOSTILE: [HOSTILE]})) == {HOSTILE: [HOSTILE]}
+    assert escaped(HOSTILE) == "&lt;/script&gt;&lt;b onclick=&quot;x&quot;&gt;&#x27;&amp;\ufffd\ufffd"
+    assert "<" not in script_json({HOSTILE: [HOSTILE]})
+    assert json.loads(script_json({HOSTILE: [HOSTILE]})) == {HOSTILE: [HOSTILE]}
     assert HOSTILE not in page(BASE, data=HOSTILE, scripts=["run.js"], styles=[])
     with pytest.raises(ValueError, match="not JSON compliant"):
-        embedded(float("nan"))
+        script_json(float("nan"))
 
 
 def test_every_text_in_a_template_is_escaped_once_and_markup_is_not():
     made = templates().from_string("{% macro bold(text) %}<b>{{ text }}</b>{% endmacro %}{{ bold(text) }}{{ 1 < 2 }}")
-    assert made.render(text=HOSTILE) == f"<b>{words(HOSTILE)}</b>True"
+    assert made.render(text=HOSTILE) == f"<b>{escaped(HOSTILE)}</b>True"
     with pytest.raises(UndefinedError, match="'misspelt' is undefined"):
         templates().from_string("{{ misspelt }}").render()
 
