@@ -17,7 +17,13 @@ import pandas as pd
 
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import read_runs
-from stabletrain.comparison.reading.settings import shared, telling, typed_keys, value_of, varied
+from stabletrain.comparison.reading.settings import (
+    distinguishing_keys,
+    overridden_keys,
+    shared_settings,
+    value_of,
+    varying_keys,
+)
 from stabletrain.comparison.sensitivity import SEED, Arm, arms, grouped
 from stabletrain.tracking.columns import COLUMNS, IN_FRAME
 
@@ -74,10 +80,14 @@ def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
     index = sensitivities(runs)
     found["sensitivity"] = [index.get(id(run), math.nan) for run in runs]
     found = found.astype(DTYPES)
-    settings = {f"settings.{key}": [value_of(run, key) for run in runs] for key in varied(runs) if key != SEED}
+    settings = {f"settings.{key}": [value_of(run, key) for run in runs] for key in varying_keys(runs) if key != SEED}
     found = pd.concat([found, pd.DataFrame(settings, index=found.index)], axis=1)
     found.index = pd.Index([str(run.folder) for run in runs], name="folder")
-    found.attrs = {"shared": shared(runs), "telling": telling(runs), "typed": typed_keys(runs)}
+    found.attrs = {
+        "shared": shared_settings(runs),
+        "telling": distinguishing_keys(runs),
+        "typed": overridden_keys(runs),
+    }
     return found
 
 

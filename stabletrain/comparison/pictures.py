@@ -10,7 +10,7 @@ import numpy as np
 
 from stabletrain.comparison.reading.columns import Curve
 from stabletrain.comparison.reading.run import Run
-from stabletrain.comparison.reading.settings import shown, telling, value_of
+from stabletrain.comparison.reading.settings import distinguishing_keys, setting_text, value_of
 from stabletrain.comparison.sensitivity import Arm
 from stabletrain.errors import ConfigError
 
@@ -100,15 +100,15 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format or folder.
     """
     check_name(file)
-    drawn = ends([run for run in runs if run.steps], MOST)
-    keys = telling(runs, but=())
+    drawn = best_and_worst([run for run in runs if run.steps], MOST)
+    keys = distinguishing_keys(runs, but=())
     with canvas(file, width=7.0) as (axis,):
-        names = [", ".join(f"{key}={shown(value_of(run, key))}" for key in keys) or run.name for run in drawn]
+        names = [", ".join(f"{key}={setting_text(value_of(run, key))}" for key in keys) or run.name for run in drawn]
         if max(map(len, names), default=0) > LONGEST:
             names = [run.name for run in drawn]
         for run, name in zip(drawn, names, strict=True):
             name = f"{name} ({run.name})" if names.count(name) > 1 else name
-            (steps, losses), (skipped, lost) = course(run)
+            (steps, losses), (skipped, lost) = applied_and_skipped_losses(run)
             # A line through one point is invisible.
             (line,) = axis.plot(steps, smooth(losses), label=name, lw=1.2, ms=3, marker="o" if len(steps) < FEW else "")
             finite = np.isfinite(lost)
@@ -130,14 +130,14 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
             axis.legend(fontsize=8 if len(drawn) < 10 else 5)
 
 
-def ends(runs: Sequence[Run], most: int) -> list[Run]:
+def best_and_worst(runs: Sequence[Run], most: int) -> list[Run]:
     """Selects at most `most` runs, half with the lowest and half with the highest losses, and keeps their order."""
     ranked = sorted(runs, key=lambda run: np.nan_to_num(run.last("train/loss"), nan=np.inf))
     chosen = ranked if len(ranked) <= most else ranked[: most // 2] + ranked[-(most // 2) :]
     return [run for run in runs if any(run is each for each in chosen)]
 
 
-def course(run: Run) -> tuple[Curve, Curve]:
+def applied_and_skipped_losses(run: Run) -> tuple[Curve, Curve]:
     """Returns the loss curve of the applied steps, and that of the skipped steps, as far as their losses are known."""
     steps, losses = run.curve("train/loss", points=-1)
     gates, applied = run.curve("guard/applied", points=-1)

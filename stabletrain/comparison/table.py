@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stabletrain.comparison.reading.settings import shown
+from stabletrain.comparison.reading.settings import setting_text
 from stabletrain.errors import ConfigError
 from stabletrain.printable import one_line
 from stabletrain.tracking.columns import BY_IMPORTANCE, COLUMNS, IN_TABLE
@@ -22,23 +22,25 @@ from stabletrain.tracking.columns import BY_IMPORTANCE, COLUMNS, IN_TABLE
 
 def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
     """Formats the values of every column; a missing value is an empty string."""
-    found = {"run": [short(str(name)) for name in rows["run"]]}
+    found = {"run": [short_run_names(str(name)) for name in rows["run"]]}
     for key in rows.attrs["telling"]:
         if f"settings.{key}" in rows:
-            found[f"settings.{key}"] = [setting(value) for value in rows[f"settings.{key}"]]
+            found[f"settings.{key}"] = [
+                setting_text(None if is_missing(value) else value) for value in rows[f"settings.{key}"]
+            ]
     if "n" not in rows and rows["seed"].nunique() > 1:
-        found["seed"] = ["" if missing(seed) else str(seed) for seed in rows["seed"]]
+        found["seed"] = ["" if is_missing(seed) else str(seed) for seed in rows["seed"]]
     named = rows["run"].str.contains("/").any()  # the runs' names contain that of the sweep
     for name in IN_TABLE:
         if name in rows and not (name == "sweep" and named):
             text = COLUMNS[name].text
-            found[name] = ["" if missing(value) else text(value) for value in values(rows[name])]
+            found[name] = ["" if is_missing(value) else text(value) for value in values(rows[name])]
     found["diverged"] = ["" if not count else str(int(count)) if "n" in rows else "yes" for count in rows["diverged"]]
     if "settings.precision" in found:  # show the precision the run used, not the setting, which may be auto
         found["settings.precision"] = found.pop("precision")
     if "n" in rows and rows["n"].max() > 1:
         pairs = zip(rows["val_loss_min"], rows["val_loss_max"], rows["finished"], strict=True)
-        found["range"] = ["" if n < 2 or missing(low) else f"{low:.4f}-{high:.4f}" for low, high, n in pairs]
+        found["range"] = ["" if n < 2 or is_missing(low) else f"{low:.4f}-{high:.4f}" for low, high, n in pairs]
     return {name: [one_line(word) for word in words] for name, words in found.items()}
 
 
@@ -47,17 +49,12 @@ def values(column: pd.Series) -> list[Any]:
     return [value.item() if hasattr(value, "item") else value for value in column.tolist()]
 
 
-def missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
     """Returns whether a cell is empty."""
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
-def setting(value: Any) -> str:
-    """Formats a setting for a cell."""
-    return shown(None if missing(value) else value)
-
-
-def short(names: str, most: int = 12) -> str:
+def short_run_names(names: str, most: int = 12) -> str:
     """Returns the run names of a group, or the first one and the number of the others."""
     first, _, rest = names.partition(", ")
     return names if len(names) <= most or not rest else f"{first} +{rest.count(', ') + 1}"
@@ -144,7 +141,7 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
     while True:  # leave out one column at a time until the table fits
         table = build(names, heads, cells, marked, printed)
         needed = console.measure(table, options=console.options.update(width=ENDLESS)).maximum
-        least = next((name for name in first_to_drop(names, cells)), None)
+        least = next((name for name in columns_to_drop(names, cells)), None)
         if needed <= console.width or least is None:
             break
         names.remove(least)
@@ -165,7 +162,7 @@ def in_one_line(rows: pd.DataFrame) -> pd.DataFrame:
     return shown.rename_axis(rows.index.name)
 
 
-def first_to_drop(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
+def columns_to_drop(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
     """Returns the columns that may be left out, the least important first.
 
     These are the settings that follow from other settings, then the measurements, then the remaining settings.
@@ -220,7 +217,7 @@ def best_row(rows: pd.DataFrame, name: str) -> int | None:
     values = {
         row: value
         for row, (value, status, diverged) in enumerate(zip(rows[name], rows["status"], rows["diverged"], strict=True))
-        if rank(status, diverged) == 0 and not missing(value)
+        if rank(status, diverged) == 0 and not is_missing(value)
     }
     return BEST[name](values, key=lambda row: values[row]) if len(values) > 1 else None
 
@@ -233,5 +230,5 @@ def sentence(rows: pd.DataFrame, same: Mapping[str, str], heads: Mapping[str, st
     if "status" in same:
         parts.insert(1, same["status"])
     shared, typed = rows.attrs["shared"], rows.attrs["typed"]
-    words = [f"{key}={shown(shared[key])}" for key in typed if key in shared]
+    words = [f"{key}={setting_text(shared[key])}" for key in typed if key in shared]
     return one_line(" · ".join([*parts, *([f"all with {' '.join(words)}"] if words else [])]))

@@ -1,4 +1,4 @@
-"""Foretells trouble: when a signal of the monitors reaches its threshold, and how likely the run breaks or ends worse.
+"""Predicts trouble: when a signal of the monitors reaches its threshold, and how likely the run breaks or ends worse.
 
 Each look of the monitors adds to the series of the signals (`series.py`); a model makes a probability of them
 (`outlook.py`, `model.py`); above the model's alarm there is a prediction about the worst signal (`prediction.py`).
@@ -26,7 +26,7 @@ KEPT = 2
 
 
 class NoForecast:
-    """Foretells nothing."""
+    """Predicts nothing."""
 
     @property
     def keeps(self) -> bool:
@@ -66,7 +66,7 @@ class NoForecast:
 
 @dataclass
 class Forecast(NoForecast):
-    """Foretells trouble from the monitors' looks.
+    """Predicts trouble from what the monitors measure.
 
     Attributes:
         horizon: steps ahead.
@@ -116,7 +116,7 @@ class Forecast(NoForecast):
         self._series.add_loss(loss)
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Prediction]:
-        """Adds a look, and returns what is to be said now: nothing, or a prediction about the worst signal.
+        """Adds a look, and returns the predictions to print now: none, or one about the worst signal.
 
         There is a prediction while the probability is at least the model's alarm: once for each signal, again after a
         horizon, and again if the crossing becomes known or is no longer in the interval that was said.

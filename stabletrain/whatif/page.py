@@ -1,17 +1,15 @@
 """The page of a what-if, `whatif.html`: the ranking, and the curves of all arms over each other from the fork on."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stabletrain.comparison.pages import charts, shell
-from stabletrain.comparison.pages.shell import page, words, write
+from stabletrain.comparison.pages import charts
+from stabletrain.comparison.pages.rendering import page, write
 from stabletrain.whatif.report import HEAD, Found, about_table, between, command, cut, decimals, rows, signed
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "arms.js"]
 STYLES = ["uplot.min.css", "page.css"]
-
-KINDS = ("number", "short", "wide", "number", "number", "number", "number", "")
-"""The style of each column of the ranking."""
 
 LONGEST = 80
 """Longest text in a cell of the ranking."""
@@ -40,62 +38,38 @@ def whatif_page(found: Found) -> str:
         if each.outcome.run is not None
     ]
     data: dict[str, Any] = {"panels": charts.panels(curves), "arms": curves}
-    typed, title = command(found), f"{found.base.run.absolute().name} · what if"
-    body = "".join(
-        [
-            f"<h1>{words(f'stabletrain · {title}')}</h1>",
-            shell.sentences(
-                [
-                    found.ranking.verdict,
-                    f"The trouble: steps {found.trouble.first:,} to {found.trouble.last:,}, {found.trouble.text}.",
-                    f"All arms start from the state after step {found.step:,} of {found.base.run}.",
-                ]
-            ),
-            f'<p>Continue the run with it:</p><p class="code">{words(typed)}</p>' if typed else "",
-            shell.section("Ranking", ranking(found)),
-            shell.section("Curves from the start on", shell.pictures()) if curves else "",
-            shell.section("With each seed", by_seed(found)) if found.seeds else "",
-            shell.section("What the arms change", changes(found)),
-            shell.section("Arms that do not apply", refusals(found)),
-        ]
+    arms = [each.outcome.arm for each in places]
+    return page(
+        "whatif/page.html",
+        scripts=SCRIPTS,
+        styles=STYLES,
+        data=data,
+        title=f"{found.base.run.absolute().name} · what if",
+        sentences=[
+            found.ranking.verdict,
+            f"The trouble: steps {found.trouble.first:,} to {found.trouble.last:,}, {found.trouble.text}.",
+            f"All arms start from the state after step {found.step:,} of {found.base.run}.",
+        ],
+        command=command(found),
+        ranking_head=HEAD,
+        ranking=[(each.broke, cells) for each, cells in zip(places, rows(found), strict=True)],
+        notes=about_table(found),
+        has_curves=bool(curves),
+        by_seed=by_seed(found) if found.seeds else None,
+        arms=arms,
+        refused=found.refused,
+        cut=partial(cut, most=LONGEST),
     )
-    return page(f"{title} · stabletrain", body, data, scripts=SCRIPTS, styles=STYLES)
 
 
-def ranking(found: Found) -> str:
-    """Returns the table of the ranking."""
-    head = "".join(f"<th>{words(name)}</th>" for name in HEAD)
-    lines = [f"<tr>{head}</tr>"]
-    for each, cells in zip((*found.ranking.places, *found.out), rows(found), strict=True):
-        marked = "".join(cell(kind, text) for kind, text in zip(KINDS, cells, strict=True))
-        lines.append(f"{row(each.broke)}{marked}</tr>")
-    note = "".join(f'<p class="soft">{words(line)}</p>' for line in about_table(found))
-    return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>{note}'
-
-
-def row(broke: str) -> str:
-    """Returns the beginning of a row; that of an arm that broke is grey, as its curve is."""
-    return '<tr class="soft">' if broke else "<tr>"
-
-
-def cell(kind: str, text: str) -> str:
-    """Returns a cell of the ranking; of a long text the beginning, and the whole text as its tooltip."""
-    short = cut(text, LONGEST)
-    tooltip = f' title="{words(text)}"' if short != text else ""
-    return f'<td class="{kind}"{tooltip}>{words(short)}</td>'
-
-
-def by_seed(found: Found) -> str:
-    """Returns a table of the arms with each seed."""
-    head = "".join(f"<th>{name}</th>" for name in ("arm", "seed", "how it ended", "loss", "95 % interval", "val loss"))
-    lines = [f"<tr>{head}</tr>"]
-    kinds = ("short", "number", "wide", "number", "number", "number")
+def by_seed(found: Found) -> list[tuple[bool, tuple[str, ...]]]:
+    """Returns the cells of each arm with each seed, and whether it broke."""
+    lines = []
     for each in found.ranking.places:
         for repeat in each.repeats:
             outcome = repeat.outcome
-            trouble = "; ".join(
-                filter(None, (outcome.came_back and f"came back: {outcome.came_back}", repeat.behind_best))
-            )
+            came_back = outcome.came_back and f"came back: {outcome.came_back}"
+            trouble = "; ".join(filter(None, (came_back, repeat.behind_best)))
             broke = f"broke at step {outcome.step:,}: {outcome.reason}" if outcome.broke else ""
             cells = (
                 outcome.arm.name,
@@ -105,28 +79,5 @@ def by_seed(found: Found) -> str:
                 between(repeat.difference),
                 decimals(outcome.val_loss),
             )
-            marked = "".join(cell(kind, text) for kind, text in zip(kinds, cells, strict=True))
-            lines.append(f"{row(outcome.broke)}{marked}</tr>")
-    return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>'
-
-
-def changes(found: Found) -> str:
-    """Returns a table of what each arm changes."""
-    lines = ["<tr><th>arm</th><th>overrides</th><th>what happens</th><th>named by</th></tr>"]
-    for each in (*found.ranking.places, *found.out):
-        arm = each.outcome.arm
-        overrides = f'<span class="code">{words(" ".join(arm.overrides))}</span>'
-        cells = (
-            ("short", words(arm.name)),
-            ("wide", overrides),
-            ("wide", words(arm.about)),
-            ("short", words(arm.named)),
-        )
-        lines.append(f"<tr>{''.join(f'<td class={kind!r}>{text}</td>' for kind, text in cells)}</tr>")
-    return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>'
-
-
-def refusals(found: Found) -> str:
-    """Returns a list of the arms that do not apply, with the reasons; empty if all apply."""
-    items = "".join(f"<li>{words(arm.name)}: {words(arm.refused)}</li>" for arm in found.refused)
-    return f'<ul class="words">{items}</ul>' if items else ""
+            lines.append((outcome.broke, cells))
+    return lines

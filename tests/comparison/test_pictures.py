@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from matplotlib import pyplot
 
-from stabletrain.comparison.pictures import MOST, SMOOTHING, course, draw, draw_losses, ends, smooth
+from stabletrain.comparison.pictures import (
+    MOST,
+    SMOOTHING,
+    applied_and_skipped_losses,
+    best_and_worst,
+    draw,
+    draw_losses,
+    smooth,
+)
 from stabletrain.comparison.reading.runs import read_run, read_runs
 from stabletrain.comparison.sensitivity import arms
 from stabletrain.errors import ConfigError
@@ -149,13 +157,13 @@ def test_of_many_runs_the_lowest_and_highest_losses_are_drawn_in_the_original_or
     losses = [5.0, 1.0, 4.0, math.nan, 2.0, 3.0]
     lines = [[{"step": 1, "train/loss": "NaN" if math.isnan(loss) else loss}] for loss in losses]
     runs = [read_run(write(tmp_path / str(number), lines=each)) for number, each in enumerate(lines)]
-    assert [run.name for run in ends(runs, 4)] == ["0", "1", "3", "4"]
-    assert ends(runs, MOST) == runs
+    assert [run.name for run in best_and_worst(runs, 4)] == ["0", "1", "3", "4"]
+    assert best_and_worst(runs, MOST) == runs
 
 
 def test_applied_and_skipped_steps_are_separated(tmp_path):
     run = read_run(made(tmp_path / "run", nan_at=20))
-    (steps, losses), (skipped, lost) = course(run)
+    (steps, losses), (skipped, lost) = applied_and_skipped_losses(run)
     assert sorted([*steps, *skipped]) == [*range(1, 41)]
     assert skipped.tolist() == [20]
     assert np.isfinite(losses).all()

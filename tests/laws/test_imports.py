@@ -75,6 +75,7 @@ ONLY = {
     "rich": {"tracking/progress", "comparison/table", "comparison/command"},
     "pandas": {"api", "comparison/frames", "comparison/table", "comparison/pages/comparison"},
     "orjson": {"comparison/reading/columns"},
+    "jinja2": {"comparison/pages/rendering"},
     "joblib": {"comparison/reading/runs"},
     "yaml": {"comparison/reading/settings"},
     "matplotlib": {"comparison/pictures"},

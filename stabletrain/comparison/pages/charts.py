@@ -16,6 +16,7 @@ import numpy as np
 from stabletrain.comparison.reading.columns import Curve, thin
 from stabletrain.comparison.reading.run import Run
 from stabletrain.stored.files import read_words
+from stabletrain.tracking.metrics import plain
 
 PANELS: list[dict[str, Any]] = [
     {
@@ -115,7 +116,7 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
     skips: list[list[float | None]] = []
     halt = {"step": run.steps, "reason": run.problem or "by the guard"} if run.status == "halted" else None
     if run.skips:
-        applied, withheld = split(run)
+        applied, withheld = applied_and_skipped_losses(run)
         curves[LOSS] = as_lists(applied, points)
         skips = skip_marks(run, withheld, stretches)
     elif halt:
@@ -125,13 +126,16 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
         "abandoned": [[listed["x"], listed["y"]] for listed in (as_lists(each, points) for each in stretches)],
         "skips": skips,
         "rollbacks": rollback_marks(run, stretches),
-        "healings": [[each["step"], healing_text(each)] for each in run.healings],
+        "healings": [
+            [each["step"], f"halted: {each['reason']}; went on from step {each['to']:,} with {each['arm']}"]
+            for each in run.healings
+        ],
         "forecasts": forecast_marks(run),
         "halt": halt,
     }
 
 
-def split(run: Run) -> tuple[Curve, Curve]:
+def applied_and_skipped_losses(run: Run) -> tuple[Curve, Curve]:
     """Returns two loss curves: one of the applied steps, and one of the skipped steps."""
     steps, losses = run.curve(LOSS, -1)
     at, flags = run.curve("guard/applied", -1)
@@ -165,11 +169,6 @@ def rollback_marks(run: Run, stretches: list[Curve]) -> list[int]:
     return [step for step, tick in zip(marks, ticks, strict=True) if tick not in healed]
 
 
-def healing_text(one: Mapping[str, Any]) -> str:
-    """Returns why a run halted, and with which fix it went on."""
-    return f"halted: {one['reason']}; went on from step {one['to']:,} with {one['arm']}"
-
-
 def forecast_marks(run: Run) -> list[dict[str, Any]]:
     """Returns step, signal and text of the first forecasts; `to` is the interval of the crossing, None if unknown."""
     marks = []
@@ -183,14 +182,10 @@ def forecast_marks(run: Run) -> list[dict[str, Any]]:
 def as_lists(curve: Curve, points: int) -> dict[str, Any]:
     """Returns a curve as lists `x` and `y`, and in `bad` step and word of each value that is not finite."""
     steps, values = thin(curve, max(points, 8))
-    words = [(int(step), word(value)) for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+    bad = ~np.isfinite(values)
+    words = [(int(step), plain(float(value))) for step, value in zip(steps[bad], values[bad], strict=True)]
     listed: dict[str, Any] = {"x": steps.tolist(), "y": [rounded(value) for value in values.tolist()]}
     return listed | ({"bad": words[:50]} if words else {})
-
-
-def word(value: float) -> str:
-    """Returns `NaN`, `Infinity` or `-Infinity`."""
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def rounded(value: float | None) -> float | None:
@@ -208,11 +203,6 @@ def incident_rows(run: Run, above: Path) -> list[dict[str, Any]]:
         }
         for one in run.incidents
     ]
-
-
-def whatif_rows(run: Run, above: Path) -> list[dict[str, Any]]:
-    """Returns what was tried after each halt of a run, each with a link from a page in `above` to its page."""
-    return [{**one, "link": link(run.folder / one["path"], above)} for one in run.whatifs]
 
 
 def link(file: Path, above: Path) -> str | None:

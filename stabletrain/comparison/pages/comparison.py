@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stabletrain.comparison import sensitivity
-from stabletrain.comparison.pages import charts, shell
+from stabletrain.comparison.pages import charts
 from stabletrain.comparison.pages.charts import rounded
-from stabletrain.comparison.pages.headline import FEW, Row, headline, name_of, number, plural, throughput
-from stabletrain.comparison.pages.shell import page, words, write
+from stabletrain.comparison.pages.headline import FEW, Row, headline, is_number, name_of, throughput
+from stabletrain.comparison.pages.rendering import page, write
 from stabletrain.comparison.reading.run import Run
-from stabletrain.comparison.reading.settings import Value, scalar, shared, telling, value_of, varied
+from stabletrain.comparison.reading.settings import (
+    Value,
+    distinguishing_keys,
+    override_value,
+    shared_settings,
+    value_of,
+    varying_keys,
+)
 from stabletrain.errors import ConfigError
 from stabletrain.stored.files import read_file
 from stabletrain.tracking.columns import COLUMNS, ON_PAGE
@@ -38,7 +45,7 @@ def rank(row: Row) -> tuple[int, float]:
     return (place if place or loss is not None else 2, math.inf if loss is None else float(loss))
 
 
-def unique(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
+def unique_names(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
     """Adds the run's name to each name that several runs share."""
     known = Counter(names)
     return [
@@ -53,10 +60,10 @@ def columns_of(
     """Returns the table's columns, its rows, and the values that all rows have in common, which are not columns."""
     columns: list[dict[str, Any]] = [{"title": "run", "kind": "text", "name": True}]
     cells: list[Sequence[Any]] = [[run.name for run in runs]]
-    settings = [(key, alike([setting(value_of(run, key)) for run in runs])) for key in keys]
+    settings = [(key, as_numbers_or_texts([setting(value_of(run, key)) for run in runs])) for key in keys]
     same = {}
     if len(keys) <= FEW:
-        columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
+        columns += [{"title": key, "kind": column_kind(values), "setting": True} for key, values in settings]
         cells += [values for _, values in settings]
     for column in (COLUMNS[name] for name in ON_PAGE):
         name, heading = column.name, "steps done" if column.name == "steps" and "steps" in keys else column.page_head
@@ -70,32 +77,30 @@ def columns_of(
         if len(distinct) == 1 and len(runs) > 1 and name not in ALWAYS:
             same[heading] = values[0]
             continue
-        columns.append({"title": heading, "kind": kind(values), **more})
+        columns.append({"title": heading, "kind": column_kind(values), **more})
         cells.append(values)
     if len(keys) > FEW:  # many settings would push the results far to the right
-        columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
+        columns += [{"title": key, "kind": column_kind(values), "setting": True} for key, values in settings]
         cells += [values for _, values in settings]
     return columns, [list(row) for row in zip(*cells, strict=True)], same
 
 
 def setting(value: Value) -> Any:
     """Converts a setting to a number or text."""
-    value = scalar(value) if isinstance(value, str) else value
-    return (
-        value if number(value) else None if value is None else str(value).lower() if value in (True, False) else value
-    )
+    value = override_value(value) if isinstance(value, str) else value
+    return str(value).lower() if isinstance(value, bool) else value
 
 
-def alike(values: Sequence[Any]) -> list[Any]:
+def as_numbers_or_texts(values: Sequence[Any]) -> list[Any]:
     """Converts all values to text, unless all are numbers."""
-    if all(value is None or number(value) for value in values):
+    if all(value is None or is_number(value) for value in values):
         return list(values)
     return [None if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in values]
 
 
-def kind(values: Sequence[Any]) -> str:
+def column_kind(values: Sequence[Any]) -> str:
     """Returns `number` if all values are numbers or None, else `text`."""
-    return "number" if all(value is None or number(value) for value in values) else "text"
+    return "number" if all(value is None or is_number(value) for value in values) else "text"
 
 
 def plain(value: Any) -> Any:
@@ -129,7 +134,7 @@ SCRIPTS = [
 STYLES = ["uplot.min.css", "tabulator.min.css", "page.css"]
 
 
-def made_from(folders: Sequence[Path], file: Path) -> str:
+def hash_of_folders(folders: Sequence[Path], file: Path) -> str:
     """Returns a hash of the folders' paths relative to the page: it stays the same if all of them move together."""
     places = {os.path.relpath(os.path.realpath(folder), os.path.realpath(file.parent)) for folder in folders}
     return hashlib.sha256("\n".join(sorted(places)).encode("utf-8", "surrogateescape")).hexdigest()
@@ -138,7 +143,7 @@ def made_from(folders: Sequence[Path], file: Path) -> str:
 def is_another_page(file: Path, folders: Sequence[Path]) -> bool:
     """Returns whether `file` exists and is not the page of these folders."""
     try:
-        return shell.mark(made_from(folders, file)).encode() not in read_file(file)[:4096]
+        return hash_of_folders(folders, file).encode() not in read_file(file)[:4096]
     except FileNotFoundError:
         return False
     except OSError:
@@ -156,7 +161,7 @@ def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path, folders: Seq
     Raises:
         ConfigError: the page cannot be written.
     """
-    made = comparison(runs, frame, file, made_from(folders, file))
+    made = comparison(runs, frame, file, hash_of_folders(folders, file))
     try:
         write(made, file)
     except OSError as error:
@@ -164,16 +169,16 @@ def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path, folders: Seq
 
 
 def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str) -> str:
-    """Returns the HTML of the page; see `write_page` and `made_from`."""
+    """Returns the HTML of the page; see `write_page` and `hash_of_folders`."""
     table = [{key: plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
     order = sorted(range(len(runs)), key=lambda i: rank(table[i]))
     runs, table = [runs[i] for i in order], [table[i] for i in order]
-    keys = telling(runs, but=())
-    names = unique([name_of(run, keys) for run in runs], runs)
+    keys = distinguishing_keys(runs, but=())
+    names = unique_names([name_of(run, keys) for run in runs], runs)
     columns, rows, same = columns_of(runs, table, keys)
-    chosen = embedded(runs)
+    chosen = runs_with_curves(runs)
     swept = [arm for arm in sensitivity.arms(runs) if sum(bool(arm.at(rate)) for rate in arm.grid) > 1]
-    arms = [arm_of(arm) for arm in swept]
+    arms = [arm_values(arm) for arm in swept]
     # Each point has an x and a y, and a run is taken to have about 8 curves.
     points = max(40, min(400, NUMBERS // (2 * 8 * max(len(chosen), 1))))
     curves = {i: charts.chart_data(runs[i], points) for i in chosen}
@@ -189,20 +194,30 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
         "panels": charts.panels(curves.values()),
         "sensitivity": {"arms": arms} if arms else None,
     }
-    body = "".join(
-        [
-            f"<h1>{words(title(runs))}</h1>",
-            shell.sentences(headline(runs, table, arms, keys)),
-            shell.section("Runs", table_part(runs, same, keys)),
-            shell.section("Learning-rate sensitivity", grid_part(swept)),
-            shell.section("Curves over steps", shell.pictures(coloring(columns))) if curves else "",
-            shell.section("Throughput by card and precision", shell.throughputs(throughput(table))),
-            shell.section(
-                "Incidents", shell.incidents([(names[i], one) for i in about for one in about[i]["incidents"]])
-            ),
-        ]
+    settings = [(c, str(column["title"])) for c, column in enumerate(columns) if column.get("setting")]
+    others = [
+        (c, str(column["title"]))
+        for c, column in enumerate(columns)
+        if column["title"] in ("card", "precision", "status")
+    ]
+    return page(
+        "comparison/pages/templates/comparison.html",
+        scripts=SCRIPTS,
+        styles=STYLES,
+        data=data,
+        inputs=inputs,
+        title=title(runs),
+        headline=headline(runs, table, arms, keys),
+        common={**same, **shared_settings(runs)},
+        dependent=[key for key in varying_keys(runs) if key not in keys],
+        swept=bool(swept),
+        missing=[line for arm in swept for line in arm.missing],
+        has_curves=bool(curves),
+        colors=[*settings, *others, (-1, "run")],
+        usual_color=usual_color(settings),
+        throughputs=with_shares(throughput(table)),
+        incidents=[(names[i], one) for i in about for one in about[i]["incidents"]],
     )
-    return page(title(runs), body, data, scripts=SCRIPTS, styles=STYLES, inputs=inputs)
 
 
 def title(runs: Sequence[Run]) -> str:
@@ -211,7 +226,7 @@ def title(runs: Sequence[Run]) -> str:
     return f"stabletrain · {', '.join(sweeps[:3])}{' ...' if len(sweeps) > 3 else ''}"
 
 
-def embedded(runs: Sequence[Run]) -> list[int]:
+def runs_with_curves(runs: Sequence[Run]) -> list[int]:
     """Selects the sorted runs whose curves go into the page: the best, the worst, and those with incidents."""
     if len(runs) <= EMBEDDED:
         return list(range(len(runs)))
@@ -232,7 +247,7 @@ def about_run(run: Run, row: Row, name: str, above: Path, whole: bool) -> dict[s
     return {key: value for key, value in about.items() if value} | {"incidents": charts.incident_rows(run, above)}
 
 
-def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
+def arm_values(arm: sensitivity.Arm) -> dict[str, Any]:
     """Converts an arm to JSON values: losses, logits and diverged runs by learning rate, and its sensitivity.
 
     Leaves out learning rates at which no run is over.
@@ -259,53 +274,15 @@ def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
     }
 
 
-def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -> str:
-    """Returns the HTML of the table and its controls, and of the settings that the table does not show."""
-    equal = shared(runs)
-    others = [key for key in varied(runs) if key not in keys]
-    common = {**same, **equal}
-    return (
-        '<div class="bar"><span id="drawn" role="status">&nbsp;</span><span class="end"></span>'
-        '<button type="button" id="usual">all rows</button><button type="button" id="best">draw the best 5</button>'
-        '<button type="button" id="none">draw none</button></div>'
-        '<div id="table"></div>'
-        '<p class="soft" style="margin-top:8px">Click a heading to sort. Type below it to filter: text, &gt; 1, 2..3. '
-        "Filters and checkboxes select the runs to draw. Shaded columns are the settings that differ.</p>"
-        + shell.folded(f"The same in all runs: {len(common)} settings and results", shell.facts(common))
-        + shell.folded(
-            f"Determined by the settings in the table: {len(others)} setting{'s' if len(others) != 1 else ''}",
-            f'<p class="code">{words(", ".join(others))}</p>' if others else "",
-        )
-    )
+def usual_color(settings: Sequence[tuple[int, str]]) -> int:
+    """Returns the column that the colours show at first: a setting that differs, or -1 for the run."""
+    usual = next((c for c, title in settings if title not in ("seed", sensitivity.RATE)), None)
+    return next((c for c, title in settings if title != "seed"), -1) if usual is None else usual
 
 
-def grid_part(arms: Sequence[sensitivity.Arm]) -> str:
-    """Returns the HTML of the sensitivity charts and of the missing runs; empty if no learning rate was swept."""
-    if not arms:
-        return ""
-    lacking = [line for arm in arms for line in arm.missing]
-    lines = "".join(f"<li>{words(line)}</li>" for line in lacking[: shell.MOST])
-    return (
-        "<p>Sensitivity is how far the final loss is above the best one, in nats, on average over all learning rates "
-        "(arXiv 2309.14322). Lower is better. A model that learns nothing at any rate also scores 0, so look at the "
-        "curves too.</p>"
-        '<div id="sensitivity"></div>'
-        + shell.folded(f"{plural(len(lacking), 'run')} missing", f'<ul class="words">{lines}</ul>' if lines else "")
-    )
-
-
-def coloring(columns: Sequence[dict[str, Any]]) -> str:
-    """Returns the HTML of the menu that selects what the colours show: a setting that differs, or the run."""
-    fields = [(c, str(column["title"])) for c, column in enumerate(columns) if column.get("setting")]
-    usual = next((c for c, title in fields if title not in ("seed", sensitivity.RATE)), None)
-    usual = next((c for c, title in fields if title != "seed"), -1) if usual is None else usual
-    shown = [(c, title) for c, title in fields] + [
-        (c, str(column["title"]))
-        for c, column in enumerate(columns)
-        if column["title"] in ("card", "precision", "status")
-    ]
-    options = "".join(
-        f'<option value="{c}"{" selected" if c == usual else ""}>{words(title)}</option>'
-        for c, title in [*shown, (-1, "run")]
-    )
-    return f'<label>colour by <select id="by">{options}</select></label>'
+def with_shares(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds the length of each group's bar: in percent of the fastest with the same unit."""
+    longest = {
+        unit: max(group["median"] for group in groups if group["unit"] == unit) for unit in {g["unit"] for g in groups}
+    }
+    return [{**group, "share": 100 * group["median"] / longest[group["unit"]]} for group in groups]

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stabletrain.comparison.pages import charts, shell
-from stabletrain.comparison.pages.headline import number, plural
-from stabletrain.comparison.pages.shell import page, words, write
+from stabletrain.comparison.pages import charts
+from stabletrain.comparison.pages.headline import is_number, plural
+from stabletrain.comparison.pages.rendering import page, write
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import read_run
 from stabletrain.comparison.reading.settings import Value
@@ -37,23 +37,32 @@ def run_page(run: Run) -> str:
     lines = charts.chart_data(run, POINTS)
     told = charts.incident_rows(run, run.folder)
     data = {"panels": charts.panels([lines]), "run": {**lines, "name": run.name, "incidents": told}}
-    sample = charts.sample(run)
-    title = f"{run.sweep}/{run.name}"
-    body = "".join(
-        [
-            f"<h1>{words(f'stabletrain · {title}')}</h1>",
-            shell.sentences(outcome(run)),
-            shell.figures(figures(run)),
-            shell.section("Incidents", shell.incidents([(None, one) for one in told])),
-            shell.section("What was tried after a halt", shell.whatifs(charts.whatif_rows(run, run.folder))),
-            shell.section("Forecasts", shell.forecasts(run.forecasts)),
-            shell.section("Curves over steps", shell.pictures()) if lines["curves"] else "",
-            shell.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
-            shell.section("Settings", settings(run)),
-            shell.section("Machine and versions", shell.facts(machine(run.record))),
-        ]
+    own, command = commands(run)
+    overrides = {
+        key: run.settings.get(key, value) for key, value in run.overrides.items() if not key.startswith("hydra.")
+    }
+    return page(
+        "comparison/pages/templates/run.html",
+        scripts=SCRIPTS,
+        styles=STYLES,
+        data=data,
+        title=f"{run.sweep}/{run.name}",
+        name=run.name,
+        outcome=outcome(run),
+        figures=figures(run),
+        incidents=[(None, one) for one in told],
+        whatifs=[{**one, "link": charts.link(run.folder / one["path"], run.folder)} for one in run.whatifs],
+        forecasts=run.forecasts,
+        has_curves=bool(lines["curves"]),
+        sample=charts.sample(run),
+        own_command=own,
+        command=command,
+        overrides=overrides,
+        settings={
+            key: referred_setting(value, run.settings) for key, value in run.settings.items() if key not in overrides
+        },
+        machine=machine(run.record),
     )
-    return page(f"{title} · stabletrain", body, data, scripts=SCRIPTS, styles=STYLES)
 
 
 def outcome(run: Run) -> list[str]:
@@ -61,16 +70,17 @@ def outcome(run: Run) -> list[str]:
     final = run.record.get("final", {})
     loss, steps = final.get("val/loss"), final.get("steps", run.steps)
     first = f"{run.status.capitalize()} after {plural(steps, 'step')}"
-    if number(loss):
+    if is_number(loss):
         first += f", validation loss {loss:.4g}{run.loss_unit}"
-        if number(final.get("val/accuracy")):
+        if is_number(final.get("val/accuracy")):
             first += f", accuracy {100 * final['val/accuracy']:.2f} %"
     elif loss is not None:
         first += ", but the validation loss is not finite: the run diverged"
     reason = run.problem or run.record.get("reason")
     remarks = run.record.get("remarks")
     said = [f"Note: {remark}." for remark in remarks] if isinstance(remarks, list) else []
-    found = [f"{first}.", str(reason) if reason else "", *said, guard(final), *healings(run), causes(run)]
+    incidents = f"{plural(len(run.incidents), 'incident')}, listed below." if run.incidents else "No incidents."
+    found = [f"{first}.", str(reason) if reason else "", *said, guard(final), *healings(run), incidents]
     return [sentence for sentence in found if sentence]
 
 
@@ -104,18 +114,13 @@ def healings(run: Run) -> list[str]:
     ]
 
 
-def causes(run: Run) -> str:
-    """Returns a sentence on the number of incidents."""
-    return f"{plural(len(run.incidents), 'incident')}, listed below." if run.incidents else "No incidents."
-
-
 def figures(run: Run) -> list[tuple[str, str]]:
     """Returns the key numbers of the run, without those that were not measured."""
     final = run.record.get("final", {})
     unit = next((unit for unit in UNITS if f"{unit}_per_s" in final), "units")
     best, step = final.get("best/val_loss", run.best[0]), final.get("best/step", run.best[1])
     found = [
-        ("best validation loss", f"{best:.4g} at step {step:,}" if number(best) else None),
+        ("best validation loss", f"{best:.4g} at step {step:,}" if is_number(best) else None),
         (f"{unit} per second", figure(final.get(f"{unit}_per_s"), ",.0f")),
         ("of the card's peak FLOP/s", figure(run.last("throughput/mfu"), ".1%")),
         ("GB of peak memory", figure(run.highest("memory/peak_gb"), ".3g")),
@@ -127,38 +132,25 @@ def figures(run: Run) -> list[tuple[str, str]]:
 
 def figure(value: Any, form: str) -> str | None:
     """Formats a number; None if it is missing or not finite."""
-    return format(value, form) if number(value) and math.isfinite(value) else None
+    return format(value, form) if is_number(value) and math.isfinite(value) else None
 
 
-def settings(run: Run) -> str:
-    """Returns the command and the overrides, and all other settings collapsed."""
-    typed = {key: run.settings.get(key, value) for key, value in run.overrides.items() if not key.startswith("hydra.")}
-    others = {key: resolved(value, run.settings) for key, value in run.settings.items() if key not in typed}
-    return (
-        commands(run)
-        + (shell.facts(typed) if typed else '<p class="soft">No overrides: every setting has its default value.</p>')
-        + shell.folded(f"{len(others)} more settings, from defaults or a preset", shell.facts(others))
-    )
-
-
-def resolved(value: Value, settings: Mapping[str, Value]) -> Value:
+def referred_setting(value: Value, settings: Mapping[str, Value]) -> Value:
     """Returns the setting that an interpolation such as `${seed}` refers to; any other value unchanged."""
     refers = isinstance(value, str) and value.startswith("${") and value.endswith("}")
     return settings.get(str(value)[2:-1], value) if refers else value
 
 
-def commands(run: Run) -> str:
-    """Returns the command of this run alone; for a run of a sweep, also the command of the sweep."""
+def commands(run: Run) -> tuple[str, str]:
+    """Returns the command of this run alone, and the recorded one: for a run of a sweep, that of the sweep."""
     command = run.record.get("command")
     if not isinstance(command, str) or not command:
-        return ""
+        return "", ""
     above = run.folder.parent
     if not ((above / "sweep.json").exists() or (above / "multirun.yaml").exists()):
-        return f'<p class="code">{words(command)}</p>'
+        return command, command
     arguments = [*(run.record.get("options") or []), *(run.record.get("overrides") or [])]
-    own = " ".join([program_in(command), shlex.join(map(str, arguments))])
-    of_sweep = f'<p class="soft">Run {words(run.name)} of the sweep <span class="code">{words(command)}</span></p>'
-    return f'<p class="code">{words(own)}</p>{of_sweep if own != command else ""}'
+    return " ".join([program_in(command), shlex.join(map(str, arguments))]), command
 
 
 def machine(record: Mapping[str, Any]) -> dict[str, Any]:

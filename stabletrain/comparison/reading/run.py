@@ -66,7 +66,7 @@ class Ranges(Mapping[str, Range]):
         return cls(tuple(found), np.array([*found.values()]).reshape(-1, 4))
 
     def __getitem__(self, name: str) -> Range:
-        return Range(*self._values[places(self._names)[name]].tolist())
+        return Range(*self._values[row_by_name(self._names)[name]].tolist())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -80,20 +80,20 @@ class Ranges(Mapping[str, Range]):
 
 
 @lru_cache(maxsize=1024)
-def places(names: tuple[str, ...]) -> dict[str, int]:
+def row_by_name(names: tuple[str, ...]) -> dict[str, int]:
     """Returns the row of each name."""
     return {name: row for row, name in enumerate(names)}
 
 
 @lru_cache(maxsize=1024)
-def one(names: tuple[str, ...]) -> tuple[str, ...]:
+def shared_names(names: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the cached tuple that equals this one, so that equal tuples are stored once."""
     return names
 
 
 def restored(names: tuple[str, ...], values: bytes) -> Ranges:
     """Restores `Ranges` from a pickle."""
-    return Ranges(one(names), np.frombuffer(values).reshape(-1, 4))
+    return Ranges(shared_names(names), np.frombuffer(values).reshape(-1, 4))
 
 
 ENDED = ("finished", "halted", "preempted", "failed")

@@ -18,7 +18,7 @@ import numpy as np
 
 from stabletrain.comparison.reading.columns import Columns, as_float, blocks, joined, read_columns
 from stabletrain.comparison.reading.run import ENDED, Ranges, Run
-from stabletrain.comparison.reading.settings import changed, read_settings
+from stabletrain.comparison.reading.settings import changed_settings, read_settings
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.stored.diagnosis import read_diagnosis
 from stabletrain.stored.json_files import DamagedFile
@@ -48,7 +48,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "does not exist"
             raise ConfigError(f"{folder} {what}: name a run folder or a sweep folder, such as multirun/<date>/<time>")
-        runs = sorted(below(folder, set()), key=lambda run: [natural(part) for part in run.parts])
+        runs = sorted(below(folder, set()), key=lambda run: [natural_order(part) for part in run.parts])
         if not runs:
             raise ConfigError(
                 f"{folder} contains no runs: name a run folder or a sweep folder, such as multirun/<date>/<time>"
@@ -81,13 +81,13 @@ def below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
             yield from below(folder / name, seen)
 
 
-def natural(name: str) -> tuple[int, str]:
+def natural_order(name: str) -> tuple[int, str]:
     """Returns a sort key that puts 2 before 10."""
     return (int(name), "") if name.isdecimal() else (10**9, name)
 
 
 @dataclass
-class Happened:
+class EventSummary:
     """What happened in a run.
 
     Attributes:
@@ -109,10 +109,10 @@ class Happened:
     unreadable: int = 0
 
 
-def read_events(folder: Path) -> Happened:
+def read_events(folder: Path) -> EventSummary:
     """Reads the events of the run in `folder`; raises OSError if `events.jsonl` exists but cannot be read."""
     told: dict[tuple[str, Any], dict[str, Any]] = {}
-    found = Happened()
+    found = EventSummary()
     for lines, invalid in blocks(folder / "events.jsonl"):
         found.unreadable += invalid
         for line in lines:
@@ -198,7 +198,7 @@ def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> li
     """
     found = find_runs([Path(folder) for folder in folders])
     if len(found) <= CHUNK or processes == 1:
-        return told_apart([read_run(folder) for folder in found])
+        return with_distinct_names([read_run(folder) for folder in found])
     import joblib
 
     chunks = [found[start : start + CHUNK] for start in range(0, len(found), CHUNK)]
@@ -210,10 +210,10 @@ def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> li
                 f"a worker process that reads runs was killed ({type(error).__name__}), perhaps because memory ran "
                 "out: compare fewer runs at a time"
             ) from error
-    return told_apart([run for runs in read for run in runs])
+    return with_distinct_names([run for runs in read for run in runs])
 
 
-def told_apart(runs: Sequence[Run]) -> list[Run]:
+def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
     """Keeps one run of each id, and labels the runs if several of them have the same folder name.
 
     Of several copies, keeps the one with the most steps; its `copies` and its `problem` name the others.
@@ -253,9 +253,9 @@ def read_some(folders: Sequence[Path]) -> list[Run]:
 def read_run(folder: Path) -> Run:
     """Reads the run in `folder`, whatever its state."""
     record, damage = read_record(folder / "run.json")
-    overrides = typed(record)
+    overrides = parsed_overrides(record)
     settings, composed = read_settings(folder, record["choices"], overrides)
-    settings |= changed(record)
+    settings |= changed_settings(record)
     run: dict[str, Any] = {"record": record, "settings": settings, "composed": composed, "overrides": overrides}
     try:
         columns = read_columns(folder / "metrics.jsonl")
@@ -263,7 +263,7 @@ def read_run(folder: Path) -> Run:
     except OSError as error:
         return Run(folder, "broken", f"its files cannot be read: {error.strerror or error}", **run)
     step, seconds = (joined(columns.kept, name)[1] for name in ("step", "time"))
-    status, problem = condition(folder, record, damage, columns, happened)
+    status, problem = status_and_problem(folder, record, damage, columns, happened)
     losses = columns.curve("val/loss")
     last = record["final"].get("steps")  # a run that was halted early may have logged no step but the first
     lowest = int(np.nanargmin(losses[1])) if not np.isnan(losses[1]).all() else None
@@ -299,15 +299,15 @@ def read_record(file: Path) -> tuple[dict[str, Any], str | None]:
     return record, damage
 
 
-def typed(record: dict[str, Any]) -> dict[str, str]:
+def parsed_overrides(record: dict[str, Any]) -> dict[str, str]:
     """Returns the command-line overrides, key to value; the last one of a key wins."""
     overrides = record.get("overrides")
     pairs = [str(each).lstrip("+").partition("=") for each in overrides] if isinstance(overrides, list) else []
     return {key: value for key, _, value in pairs}
 
 
-def condition(
-    folder: Path, record: dict[str, Any], damage: str | None, columns: Columns, happened: Happened
+def status_and_problem(
+    folder: Path, record: dict[str, Any], damage: str | None, columns: Columns, happened: EventSummary
 ) -> tuple[str, str | None]:
     """Returns a run's status, and one sentence about what is unusual in the run, or None."""
     status = record.get("status")

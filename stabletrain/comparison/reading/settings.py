@@ -54,13 +54,13 @@ def read_settings(
         for block in split(read_file(folder / ".hydra" / "config.yaml").decode()):
             settings.update(parse(block))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        settings = {key: scalar(value) for key, value in overrides.items()}
+        settings = {key: override_value(value) for key, value in overrides.items()}
         composed = False
     settings.update((group, option) for group, option in choices.items() if isinstance(option, str))
     return {key: value for key, value in settings.items() if key.partition(".")[0] not in WITHOUT_EFFECT}, composed
 
 
-def changed(record: Mapping[str, Any]) -> dict[str, Value]:
+def changed_settings(record: Mapping[str, Any]) -> dict[str, Value]:
     """Returns the settings that a resumed run has changed and then trained with, at their last values."""
     found: dict[str, Value] = {}
     try:
@@ -110,7 +110,7 @@ def leaves(tree: Mapping[Any, Any], above: str = "") -> Iterable[tuple[str, Valu
             yield key, value if is_plain else str(value)  # NaN as text: it is not equal to itself
 
 
-def scalar(text: str) -> Value:
+def override_value(text: str) -> Value:
     """Parses an override: `1e-3` is a number, `true` a bool, `null` None, and anything else is text."""
     try:
         return float(text) if any(letter in text for letter in ".eE") else int(text)
@@ -118,21 +118,21 @@ def scalar(text: str) -> Value:
         return {"true": True, "false": False, "null": None}.get(text.lower(), text)
 
 
-def shown(value: Value) -> str:
+def setting_text(value: Value) -> str:
     """Formats a setting as the user would type it."""
     if value is ABSENT:
         return "-"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def varied(runs: Sequence[Configured]) -> list[str]:
+def varying_keys(runs: Sequence[Configured]) -> list[str]:
     """Returns the keys whose values differ between runs: first the overridden keys in their order, then the others.
 
     Ignores runs whose settings are unknown because their record is damaged.
     """
     # A run without its full configuration takes part only in keys that it has.
     known = [run for run in runs if run.settings]
-    typed = dict.fromkeys(typed_keys(known))
+    typed = dict.fromkeys(overridden_keys(known))
     keys = typed | dict.fromkeys(key for run in known for key in run.settings)
     return [
         key
@@ -141,16 +141,16 @@ def varied(runs: Sequence[Configured]) -> list[str]:
     ]
 
 
-def shared(runs: Sequence[Configured]) -> dict[str, Value]:
+def shared_settings(runs: Sequence[Configured]) -> dict[str, Value]:
     """Returns the settings that all runs have in common, overridden keys first."""
     known = [run for run in runs if run.settings]
-    others = set(varied(known))
+    others = set(varying_keys(known))
     values = {key: value for run in known for key, value in run.settings.items()}
-    keys = dict.fromkeys([*typed_keys(known), *values])
+    keys = dict.fromkeys([*overridden_keys(known), *values])
     return {key: values[key] for key in keys if key not in others and key in values}
 
 
-def telling(runs: Sequence[Configured], but: Sequence[str] = ("seed",)) -> list[str]:
+def distinguishing_keys(runs: Sequence[Configured], but: Sequence[str] = ("seed",)) -> list[str]:
     """Returns the varied keys that are needed to tell runs apart.
 
     Keeps every overridden key. Keeps any other key only if its value does not follow from the keys kept before it. For
@@ -160,24 +160,24 @@ def telling(runs: Sequence[Configured], but: Sequence[str] = ("seed",)) -> list[
         but: keys to ignore.
     """
     known = [run for run in runs if run.settings]
-    keys, typed = [key for key in varied(known) if key not in but], set(typed_keys(known))
+    keys, typed = [key for key in varying_keys(known) if key not in but], set(overridden_keys(known))
     found = [key for key in keys if key in typed]
     for key in keys:
-        if key not in typed and not follows(known, key, found):
+        if key not in typed and not is_implied(known, key, found):
             found.append(key)
     return found
 
 
-def enough(runs: Sequence[Configured], keys: Sequence[str]) -> list[str]:
+def without_implied(runs: Sequence[Configured], keys: Sequence[str]) -> list[str]:
     """Leaves out every key whose value follows from the keys before it."""
     known, found = [run for run in runs if run.settings], []
     for key in keys:
-        if not follows(known, key, found):
+        if not is_implied(known, key, found):
             found.append(key)
     return found
 
 
-def follows(runs: Sequence[Configured], key: str, others: Sequence[str]) -> bool:
+def is_implied(runs: Sequence[Configured], key: str, others: Sequence[str]) -> bool:
     """Returns whether runs that agree in `others` also agree in `key`."""
     values: dict[tuple, Value] = {}
     return all(
@@ -186,7 +186,7 @@ def follows(runs: Sequence[Configured], key: str, others: Sequence[str]) -> bool
     )
 
 
-def typed_keys(runs: Sequence[Configured]) -> list[str]:
+def overridden_keys(runs: Sequence[Configured]) -> list[str]:
     """Returns the keys that any run overrides, in order, without keys that do not affect training."""
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
     return [key for key in keys if key.partition(".")[0] not in (*WITHOUT_EFFECT, "hydra")]

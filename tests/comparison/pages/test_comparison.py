@@ -6,7 +6,14 @@ import re
 import pytest
 
 from stabletrain.comparison import frame_of
-from stabletrain.comparison.pages.comparison import EMBEDDED, columns_of, embedded, rank, write_page
+from stabletrain.comparison.pages.comparison import (
+    EMBEDDED,
+    columns_of,
+    rank,
+    runs_with_curves,
+    with_shares,
+    write_page,
+)
 from stabletrain.comparison.pages.headline import name_of
 from stabletrain.comparison.pages.one_run import write_run_page
 from stabletrain.comparison.reading.runs import read_run, read_runs
@@ -98,11 +105,19 @@ def test_sensitivity_is_that_of_the_sweep_and_marks_what_diverged(folder):
     assert "diverged" in said
 
 
+def test_throughput_bars_are_relative_to_the_fastest_with_the_same_unit(folder):
+    groups = [{"unit": unit, "median": median} for unit, median in [("a", 4000.0), ("a", 1000.0), ("b", 8.0)]]
+    assert [group["share"] for group in with_shares(groups)] == [100.0, 25.0, 100.0]
+    text = written(folder).split("Throughput by card and precision")[1]
+    assert re.findall(r"width:([\d.]+)%", text) == ["100.0", "50.0"]
+    assert "4,000 tokens" in text
+
+
 def test_of_many_runs_the_best_the_worst_and_those_with_incidents_are_drawn(tmp_path):
     run = read_run(made(tmp_path / "run"))
     hit = read_run(made(tmp_path / "hit", incident={"step": 9, "cause": "bad_batch"}))
     runs = [hit if i == 700 else run for i in range(1000)]
-    chosen = embedded(runs)
+    chosen = runs_with_curves(runs)
     assert len(chosen) == EMBEDDED
     assert {0, 1, 999, 700} <= {*chosen}
 

@@ -5,20 +5,20 @@ import pytest
 from stabletrain.comparison import frame_of
 from stabletrain.comparison.pages.headline import (
     best,
-    counts,
     diverged,
     fastest,
     headline,
     incidents,
+    is_number,
+    joined_names,
     name_of,
-    number,
     sensitivities,
-    several,
+    status_counts,
     throughput,
 )
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import read_runs
-from stabletrain.comparison.reading.settings import telling
+from stabletrain.comparison.reading.settings import distinguishing_keys
 from tests.comparison.made_pages import made
 
 
@@ -56,7 +56,7 @@ def test_the_best_settings_over_seeds_have_the_lowest_mean_loss(tmp_path):
         made(tmp_path / "s" / str(place), f"stability={arm}", f"seed={seed}", level=level)
     runs = read_runs([tmp_path / "s"])
     rows = frame_of(runs).to_dict("records")
-    sentences = headline(runs, rows, [], telling(runs, but=()))
+    sentences = headline(runs, rows, [], distinguishing_keys(runs, but=()))
     assert sentences[0].startswith("Best: stability=a seed=0, validation loss 1.025")
     assert sentences[1] == "Best mean over 2 seeds: stability=b, 1.525 nats, from 1.425 to 1.625."
 
@@ -70,9 +70,9 @@ def test_a_run_is_named_by_the_settings_that_differ_or_by_its_folder_if_too_many
 
 def test_runs_are_counted_by_status_unless_there_is_one_finished_run():
     rows = [{"status": state} for state in ("finished", "halted", "finished")]
-    assert counts(rows) == "3 runs: 2 finished, 1 halted."
-    assert counts(rows[1:2]) == "1 run: 1 halted."
-    assert counts(rows[:1]) == ""
+    assert status_counts(rows) == "3 runs: 2 finished, 1 halted."
+    assert status_counts(rows[1:2]) == "1 run: 1 halted."
+    assert status_counts(rows[:1]) == ""
 
 
 def test_three_diverged_runs_are_named_and_the_others_counted(runs):
@@ -134,7 +134,7 @@ def test_the_fastest_card_is_named_only_if_the_rates_share_a_unit():
 
 
 def test_a_number_is_finite_and_not_a_bool():
-    assert [number(value) for value in (1, 0.5, True, None, "1", float("nan"), float("inf"))] == [
+    assert [is_number(value) for value in (1, 0.5, True, None, "1", float("nan"), float("inf"))] == [
         True,
         True,
         *[False] * 5,
@@ -143,6 +143,6 @@ def test_a_number_is_finite_and_not_a_bool():
 
 def test_names_omitted_from_a_list_are_counted():
     names = ["a", "b", "c", "d", "e"]
-    assert several(names[:3]) == "a; b; c"
-    assert several(names) == "a; b; c and 2 more"
-    assert several(names[:4], 2000) == "a; b; c and 1,997 more"
+    assert joined_names(names[:3]) == "a; b; c"
+    assert joined_names(names) == "a; b; c and 2 more"
+    assert joined_names(names[:4], 2000) == "a; b; c and 1,997 more"

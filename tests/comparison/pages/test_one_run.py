@@ -8,11 +8,11 @@ from stabletrain.comparison.pages.one_run import (
     guard,
     machine,
     outcome,
-    resolved,
+    referred_setting,
     run_page,
     write_run_page,
 )
-from stabletrain.comparison.pages.shell import words
+from stabletrain.comparison.pages.rendering import escaped
 from stabletrain.comparison.reading.run import Range, Run
 from tests.comparison.made_pages import SAMPLE, made, text_of
 from tests.comparison.written import write
@@ -29,7 +29,7 @@ def test_the_page_of_a_run_shows_its_incident_sample_and_settings(tmp_path):
     write_run_page(tmp_path / "sw" / "run")
     text = (tmp_path / "sw" / "run" / "report.html").read_text()
     assert 'href="incidents/step-00000020/report.md"' in text
-    assert words(SAMPLE) in text
+    assert escaped(SAMPLE) in text
     assert SAMPLE not in text
     shown = " ".join(text_of(text).split())
     assert "Finished after 40 steps, validation loss 1.025 nats." in shown
@@ -98,15 +98,17 @@ def test_a_run_of_a_sweep_shows_its_own_command_and_then_that_of_the_sweep(tmp_p
     (tmp_path / "1").mkdir()
     if mark is not None:
         (tmp_path / mark).touch()
-    shown = " ".join(text_of(commands(Run(tmp_path / "1", "finished", None, record, {}, True, {}))).split())
-    own = words("torchrun train.py --config-dir mine seed=1 'data.path=a b'")
-    assert shown == (f"{own} Run 1 of the sweep {words(sweep)}" if mark else words(sweep))
-    assert commands(run(tmp_path)) == ""
+    own = "torchrun train.py --config-dir mine seed=1 'data.path=a b'" if mark else sweep
+    made = Run(tmp_path / "1", "finished", None, record, {}, True, {})
+    assert commands(made) == (own, sweep)
+    shown = " ".join(text_of(run_page(made)).split())
+    assert (f"{escaped(own)} Run 1 of the sweep {escaped(sweep)}" in shown) == (mark is not None)
+    assert commands(run(tmp_path)) == ("", "")
 
 
 def test_an_interpolated_setting_shows_the_value_that_it_refers_to():
     settings = {"seed": 3, "data.seed": "${seed}", "other": "${not.there}", "path": "${seed}/x"}
-    assert {key: resolved(value, settings) for key, value in settings.items()} == {**settings, "data.seed": 3}
+    assert {key: referred_setting(value, settings) for key, value in settings.items()} == {**settings, "data.seed": 3}
 
 
 def test_a_problem_with_the_files_replaces_the_recorded_reason(tmp_path):

@@ -6,16 +6,16 @@ import pytest
 import yaml
 
 from stabletrain.comparison.reading.settings import (
-    changed,
-    enough,
+    changed_settings,
+    distinguishing_keys,
+    override_value,
     read_settings,
-    scalar,
-    shared,
-    shown,
+    setting_text,
+    shared_settings,
     split,
-    telling,
     value_of,
-    varied,
+    varying_keys,
+    without_implied,
 )
 
 CONFIG = """\
@@ -67,9 +67,14 @@ def test_changes_of_a_resumed_run_count_if_it_trained_with_them():
         {"step": 70, "keys": {"steps": [70, 80], "optimizer.betas": [[0.9, 0.95], [0.9, 0.99]]}},
         {"step": 80, "keys": {"optimizer.lr": [0.003, 0.001]}},
     ]
-    assert changed({"final": {"steps": 80}, "changes": changes}) == {"steps": 80, "optimizer.betas": "[0.9, 0.99]"}
-    assert changed({"final": {}, "changes": changes})["optimizer.lr"] == 0.001, "a run that is not yet finished"
-    assert changed({"final": {}}) == changed({"final": {}, "changes": 3}) == {}
+    assert changed_settings({"final": {"steps": 80}, "changes": changes}) == {
+        "steps": 80,
+        "optimizer.betas": "[0.9, 0.99]",
+    }
+    assert changed_settings({"final": {}, "changes": changes})["optimizer.lr"] == 0.001, (
+        "a run that is not yet finished"
+    )
+    assert changed_settings({"final": {}}) == changed_settings({"final": {}, "changes": 3}) == {}
 
 
 @pytest.mark.parametrize("start", ["# a comment\n\n", "---\n", "%YAML 1.1\n---\n# a comment\n"])
@@ -108,14 +113,14 @@ def test_a_file_is_split_into_blocks_of_one_key_each():
     [("1e-3", 0.001), ("12", 12), ("0.5", 0.5), ("True", True), ("null", None), ("palm", "palm"), ("1.2.3", "1.2.3")],
 )
 def test_an_override_is_parsed_as_a_number_a_bool_none_or_text(text, value):
-    found = scalar(text)
+    found = override_value(text)
     assert found == value
     assert type(found) is type(value)
 
 
 def test_a_setting_is_shown_as_on_the_command_line():
     values = [None, True, 0.001, 1e-9, 300, "palm"]
-    assert [shown(value) for value in values] == ["-", "true", "0.001", "1e-09", "300", "palm"]
+    assert [setting_text(value) for value in values] == ["-", "true", "0.001", "1e-09", "300", "palm"]
 
 
 def test_differing_settings_are_listed_overrides_first_and_damaged_runs_are_ignored():
@@ -124,14 +129,14 @@ def test_differing_settings_are_listed_overrides_first_and_damaged_runs_are_igno
         Set({"seed": 1, "width": 16, "depth": 2, "lr": 0.2}, {"lr": "0.2", "width": "16"}),
         Set({}, {}, composed=False),
     ]
-    assert varied(runs) == ["lr", "width", "seed"]
-    assert shared(runs) == {"depth": 2}
+    assert varying_keys(runs) == ["lr", "width", "seed"]
+    assert shared_settings(runs) == {"depth": 2}
 
 
 def test_a_run_without_its_configuration_differs_only_in_its_overrides():
     """A setting that it lacks is unknown, and does not count as a difference."""
     runs = [Set({"lr": 0.1, "width": 8}, {"lr": "0.1"}), Set({"lr": 0.2}, {"lr": "0.2"}, composed=False)]
-    assert varied(runs) == ["lr"]
+    assert varying_keys(runs) == ["lr"]
 
 
 def test_a_setting_implied_by_another_is_not_used_to_tell_runs_apart():
@@ -140,11 +145,11 @@ def test_a_setting_implied_by_another_is_not_used_to_tell_runs_apart():
         Set({"stability": a, "qknorm": b, "width": w, "seed": s}, {"stability": a, "seed": str(s)})
         for a, b, w, s in [("none", "none", 8, 0), ("full", "layernorm", 8, 1), ("full", "layernorm", 16, 2)]
     ]
-    assert telling(runs) == ["stability", "width"]
-    assert telling(runs, but=()) == ["stability", "seed"], (
+    assert distinguishing_keys(runs) == ["stability", "width"]
+    assert distinguishing_keys(runs, but=()) == ["stability", "seed"], (
         "the seed differs in every run, so it determines all other settings"
     )
-    assert enough(runs, ["qknorm", "stability", "width"]) == ["qknorm", "width"]
+    assert without_implied(runs, ["qknorm", "stability", "width"]) == ["qknorm", "width"]
 
 
 def test_an_override_that_is_not_a_setting_keeps_its_own_value():
