@@ -112,7 +112,8 @@ class InFlight:
         if numbers["clip_active"] is None:  # the gradient was clipped as a whole
             numbers["clip_active"] = float(numbers["clip_coef"] < 1)
         flags = {name: bool(numbers[name]) for name in ("bad_data", "overflow", "state_changed", "bad_update", "stop")}
-        return Reading(**numbers | flags | {"rank": int(numbers["rank"])})
+        numbers |= {**flags, "rank": int(numbers["rank"])}
+        return Reading(**numbers)
 
 
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:

@@ -1,4 +1,4 @@
-"""What to type after a halt: a command that continues the run with one change, or starts it anew with it.
+"""The commands suggested after a halt: one that continues the run with one change, or starts it again with it.
 
 Only changes that `config/resuming.py` allows are suggested for a resume.
 """
@@ -16,7 +16,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.banner import relative_path
 
 OVERRIDE = re.compile(r"[a-z_][a-z_0-9]*(\.[A-Za-z_0-9]+)*=\S+")
-"""A fix of an incident that can be typed as it is; others are sentences, or a change to a line of code."""
+"""A fix of an incident that can be typed; other fixes are sentences, or a change to a line of code."""
 
 NOT_A_CHANGE = ("resume", "steps", "device")
 
@@ -34,20 +34,22 @@ def after_halt(
     Args:
         typed: the command line of this start.
         folder: the run folder.
-        checkpoint: from which a resume would continue; None if there is no healthy one.
+        checkpoint: the one that a resume would restore; None if there is no healthy one.
         kind: kind of the newest skipped step (`stability/guard/`).
         choices, values: the run's options, and its configuration by dotted key.
     """
-    fixes = [fix for fix in (*incident_fixes(folder), *usual_fixes(kind, values)) if is_new(fix, choices, values)]
+    fixes = [
+        fix for fix in (*incident_fixes(folder), *usual_fixes(kind, values)) if changes_value(fix, choices, values)
+    ]
     if not fixes:
         return ""
-    can = [fix for fix in fixes if kind_of(fix, choices, values) != REFUSED]
+    resumable = [fix for fix in fixes if kind_of(fix, choices, values) != REFUSED]
     lines = []
-    if checkpoint is not None and can:
-        command = shlex.join([*program(current_ranks()), *resumed_words(typed, folder, can[0])])
+    if checkpoint is not None and resumable:
+        command = shlex.join([*program(current_ranks()), *resumed_words(typed, folder, resumable[0])])
         lines.append(f"continue  {command}")
         lines.append(f"          from {checkpoint.name}; docs/resume.md lists what else a resume may change")
-    if checkpoint is None or fixes[0] not in can:
+    if checkpoint is None or fixes[0] not in resumable:
         words = [*(o for o in typed.options if o not in SWEEP), *own_overrides(typed, fixes[0]), fixes[0]]
         lines.append(f"anew      {shlex.join([*program(current_ranks()), *words])}")
     return "\n".join(lines)
@@ -60,7 +62,7 @@ def incident_fixes(folder: Path) -> list[str]:
 
 
 def usual_fixes(kind: str, values: Mapping[str, Any]) -> list[str]:
-    """Returns what to try without an incident's fix: more patience with bad data, else a lower learning rate."""
+    """Returns the usual fixes, without an incident: more patience with bad data, else a lower learning rate."""
     most, rate = values.get("guard.max_consecutive"), values.get("optimizer.lr")
     if kind == "bad_data" and isinstance(most, int):
         return [f"guard.max_consecutive={10 * most}"]
@@ -69,7 +71,7 @@ def usual_fixes(kind: str, values: Mapping[str, Any]) -> list[str]:
     return [f"optimizer.lr={rate / 3:.2g}"] if isinstance(rate, int | float) else []
 
 
-def is_new(fix: str, choices: Mapping[str, str], values: Mapping[str, Any]) -> bool:
+def changes_value(fix: str, choices: Mapping[str, str], values: Mapping[str, Any]) -> bool:
     """Returns whether a fix is an override of a key that the run has, and changes its value."""
     key, _, value = fix.partition("=")
     return (
@@ -93,7 +95,7 @@ def own_overrides(typed: Arguments, fix: str) -> list[str]:
 def resumed_words(typed: Arguments, folder: Path, fix: str) -> list[str]:
     """Returns the words of a resume with a fix.
 
-    The run's record has what was typed at its first start. What was typed beside `resume` since then is repeated.
+    The run's record has the words of its first start. Overrides typed with a later `resume` must be typed again.
     """
     named = typed.value("resume") not in (None, "none", "auto")
     return [f"resume={relative_path(str(folder))}", *(own_overrides(typed, fix) if named else []), fix]

@@ -408,7 +408,7 @@ def use_state(run: TrainingRun, due: Due, judged: ExecutedStep, throughput: Thro
     if due.evaluate or due.save:
         throughput.resume()
     if due.stop and not last:
-        rollback.abort_replay()
+        rollback.replaying = None  # a resumed run repeats the replay from the checkpoints on disk
         saved.checkpoints.wait()
         run.tracker.event("preempt", state.step, signal=due.stop)
         where = f"{due.stop}: stopped after step {state.step} of {run.plan.steps}"

@@ -218,7 +218,3 @@ class Rollback:
         self._tracker.mark(state.step, done.executed_steps)
         self.saved.discard_later()
         self.saved.save(self._history.val_loss_at(state.step), healthy=True)
-
-    def abort_replay(self) -> None:
-        """Ends a replay early. The checkpoints on disk are enough to repeat the replay in a resumed run."""
-        self.replaying = None

@@ -184,7 +184,7 @@ class SavedStates:
             return
         tracker = self._tracker
         if resume == "auto":
-            found = self._first_usable(self.checkpoints.preferred, self._resume_from)
+            found = self._resume_from_preferred()
         else:
             found = self.checkpoints.find(Path(resume))
             self._resume_from(found)
@@ -203,24 +203,18 @@ class SavedStates:
         tree = found.load(sharded_tensors(self.state))
         restore(self._resumption.resume(found, tree), self.state, self.parts)
 
-    def _first_usable(
-        self, look: Callable[[], Checkpoint | None], use: Callable[[Checkpoint], None]
-    ) -> Checkpoint | None:
-        """Uses the first checkpoint that can be used; returns it, or None if there is none.
-
-        Args:
-            look: returns the next checkpoint that was not rejected.
-            use: raises UnusableCheckpoint if the checkpoint cannot be used.
+    def _resume_from_preferred(self) -> Checkpoint | None:
+        """Restores the preferred checkpoint that can be used; returns it, or None if there is none.
 
         Raises:
             ConfigError: there are checkpoints that verify, and none of them can be used. The run does not start again
                 from step 0.
         """
         faults = []
-        while (found := look()) is not None:
+        while (found := self.checkpoints.preferred()) is not None:
             fault = ""
             try:
-                use(found)
+                self._resume_from(found)
             except UnusableCheckpoint as error:
                 fault = str(error)
             if self.checkpoints.accept(found, fault):

@@ -39,9 +39,7 @@ class AtStep7(NoRetainedStates):
 class Snapshotting(SkipGuard):
     """Keeps the state after step 7 in memory."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.states = AtStep7()
+    states = AtStep7()
 
 
 class Halting(SkipGuard):

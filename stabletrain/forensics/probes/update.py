@@ -116,7 +116,7 @@ class UpdateFault:
         }
 
 
-def update_fault(model: nn.Module, optimizer: Optimizer, run_update: Callable[[], None]) -> UpdateFault | None:
+def update_fault(model: nn.Module, optimizer: Optimizer, run_update: Callable[[], Any]) -> UpdateFault | None:
     """Runs an optimizer's step again and returns why its result is not finite, as `trace_update`; puts everything back.
 
     Raises:
@@ -133,7 +133,7 @@ def update_fault(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
         raise
 
 
-def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[], None]) -> UpdateFault | None:
+def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[], Any]) -> UpdateFault | None:
     """Runs an optimizer's step and returns why its result is not finite; None if parameters and moments are finite.
 
     The step changes live parameters, moments and counters: the caller puts them back, in `run_update` or afterwards.

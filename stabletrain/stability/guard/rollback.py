@@ -97,6 +97,7 @@ class RollbackGuard(SkipGuard):
     lr_reduction: tuple[int, int, float] = (0, 0, 1.0)
     rolled_back_mistake: int = 0
     validation_rise_start: int = 0
+    states: RetainedStates = field(init=False, repr=False)
     rollback_before: int | None = field(init=False, repr=False, default=None)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm", "rollback")

@@ -57,35 +57,25 @@ class NoGuard:
     faulty_rank: int = -1
     consecutive: int = 0
     escalate: str = "halt"
-    states: NoRetainedStates = field(init=False, repr=False, compare=False, default_factory=NoRetainedStates)
+    states = NoRetainedStates()
     state_check: NoStateCheck = field(init=False, repr=False, compare=False, default_factory=NoStateCheck)
     update_check: NoUpdateCheck = field(init=False, repr=False, compare=False, default_factory=NoUpdateCheck)
     recheck: NoRecheck = field(init=False, repr=False, compare=False, default_factory=NoRecheck)
 
-    @property
-    def lengths(self) -> NoLengths:
-        """Measures each update: nothing, since this guard looks for no slow spikes."""
-        return NoLengths()
+    lengths = NoLengths()
+    """Measures each update: nothing, because this guard looks for no slow spikes."""
 
-    @property
-    def rollback_before(self) -> int | None:
-        """Step that a rollback has to go back before; None: to the newest healthy state."""
-        return None
+    rollback_before = None
+    """The next rollback must restore a state from before this step; None: the newest healthy state."""
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Largest loss and gradient norm that open the gate: inf."""
-        return math.inf, math.inf
+    bounds = (math.inf, math.inf)
+    """Largest loss and gradient norm that open the gate."""
 
-    @property
-    def note(self) -> str:
-        """Text after the guard's name in the first lines of the run: empty."""
-        return ""
+    note = ""
+    """Text after the guard's name in the first lines of the run."""
 
-    @property
-    def healthy(self) -> bool:
-        """Returns True: this guard does not judge the state."""
-        return True
+    healthy = True
+    """Whether the state is healthy: this guard does not judge it."""
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns True, 0-d on the device of the norms: the gate is always open."""

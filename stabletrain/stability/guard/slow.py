@@ -129,7 +129,7 @@ class SlowSpikes(NoSlowSpikes):
             # The schedule's own step: in bf16 an update does not shrink as the learning rate does.
             for kind in ("update_length", "weight_growth"):
                 self._tests[kind].reset()
-        level = self._level()
+        level = self._tests["slow_loss"].level
         values = self._values(reading)
         self._rates.append(reading.lr)
         if len(self._first) < FIRST_LOSSES:
@@ -147,9 +147,6 @@ class SlowSpikes(NoSlowSpikes):
         for test in self._tests.values():
             test.reset()
         return [alarm]
-
-    def _level(self) -> float | None:
-        return self._tests["slow_loss"].level
 
     def _values(self, reading: Reading) -> dict[str, float]:
         """Returns the value of each series in this step."""

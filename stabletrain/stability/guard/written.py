@@ -77,11 +77,6 @@ def tensors_in(held: dict[Any, Any] | list[Any]) -> Iterator[Tensor]:
             yield each
 
 
-def settings_of(optimizer: Optimizer) -> set[int]:
-    """Returns the `id`s of tensors that are settings, such as a learning rate: a step only reads them."""
-    return {id(each) for group in optimizer.param_groups for each in group.values() if isinstance(each, Tensor)}
-
-
 def weights_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Returns the weights that a step may write; frozen ones only if the step has a hook, such as weight averaging."""
     hooked = bool(getattr(optimizer, "_optimizer_step_post_hooks", ()))
@@ -94,7 +89,8 @@ def written_by(model: nn.Module, optimizer: Optimizer, buffers: bool = True) -> 
     These are weights, the buffers that are judged, and everything that the optimizer holds except its settings.
     """
     found: list[Tensor] = [*weights_of(model, optimizer), *(buffers_of(model).judged if buffers else ())]
-    settings = settings_of(optimizer)
+    # A step only reads the tensors in its parameter groups, such as a learning rate.
+    settings = {id(each) for group in optimizer.param_groups for each in group.values() if isinstance(each, Tensor)}
     for _, held in containers(optimizer, set()):
         found += [each for each in tensors_in(held) if id(each) not in settings]
     parts = [part for tensor in found for part in parts_of(tensor)]

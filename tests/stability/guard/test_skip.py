@@ -190,3 +190,9 @@ def test_inputs_far_larger_than_before_are_a_spike():
     guard.judge(reading(applied=False, inputs=250.0))
     assert (guard.kind, guard.reason) == ("spike", "an input of magnitude 250 is a spike, above 50")
     assert gate(SkipGuard(), 1.0, 1.0, inputs=1e30), "nothing is known of the first"
+
+
+def test_two_guards_share_no_part_that_changes():
+    one, other = NoGuard(), NoGuard()
+    one.update_check.copies, one.recheck.found = True, "a fault"
+    assert (other.update_check.copies, other.recheck.found) == (False, None)
