@@ -19,7 +19,7 @@ from stabletrain.checkpoint.folder import Folder
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.config.resuming import acting
 from stabletrain.errors import ConfigError
-from stabletrain.whatif.base import Base
+from stabletrain.whatif.base import BaseRun
 
 COUNT = 3
 """Most states that are averaged, the start included."""
@@ -32,7 +32,7 @@ class MissingState(ConfigError):
     """A state of the mean cannot be read, so the arm does not apply after all."""
 
 
-def averaged_steps(base: Base, step: int, tick: int, computed_from: int) -> tuple[int, ...]:
+def averaged_steps(base: BaseRun, step: int, tick: int, computed_from: int) -> tuple[int, ...]:
     """Returns the steps of the states that are averaged, oldest first; the last one is the start.
 
     Args:
@@ -40,7 +40,7 @@ def averaged_steps(base: Base, step: int, tick: int, computed_from: int) -> tupl
         step, tick: of the start.
         computed_from: the step from which the start is computed again; `step` if it was kept.
     """
-    every = base.guarded_at["every"]
+    every = base.guard_steps["every"]
     changes = base.record.get("changes", [])
     changed = max((each["step"] for each in changes if each["step"] <= step and acting(each["keys"])), default=0)
     on_the_way = [each for each in range(every, step, every) if each > computed_from][-COUNT + 1 :]
@@ -71,7 +71,7 @@ def ticks(checkpoint: Checkpoint) -> int | None:
         return None
 
 
-def states_at(steps: Sequence[int], base: Base, start: Checkpoint, folder: Path) -> list[Checkpoint]:
+def states_at(steps: Sequence[int], base: BaseRun, start: Checkpoint, folder: Path) -> list[Checkpoint]:
     """Returns the states after `steps`, oldest first, the last of which is the start.
 
     Args:

@@ -30,7 +30,7 @@ REACHED, NOT_FINITE = "what-if", "the loss is not finite"
 """Why a run of a what-if stops; its `run.json` begins the reason with it."""
 
 
-class Until(NoStopRequest):
+class StopWhen(NoStopRequest):
     """Asks the run to stop when a condition holds, or when a signal arrives.
 
     Args:
@@ -87,7 +87,7 @@ def train_until(
             run.output.tracker.close(0)
             run.output.folder.finish("preempted", REACHED, {"steps": run.state.step, "ticks": run.state.executed_steps})
             return
-        until = Until(lambda: why_over(run, reached), listening)
+        until = StopWhen(lambda: why_over(run, reached), listening)
         try:
             train(run, until)
         except TrainingHalted:  # a result

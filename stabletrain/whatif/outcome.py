@@ -27,7 +27,7 @@ MANY_SKIPS = 0.01
 
 
 @dataclass(frozen=True)
-class Facts:
+class StartFacts:
     """What the outcomes need to know of the state that an arm started from.
 
     Attributes:
@@ -44,12 +44,12 @@ class Facts:
     first_loss: float = math.nan
 
 
-def facts_of(checkpoint: Checkpoint) -> Facts:
+def start_facts(checkpoint: Checkpoint) -> StartFacts:
     """Returns the facts of a checkpoint."""
     tree = checkpoint.load()
     history: Mapping[str, Any] = tree["parts"]["history"]
     first = [loss for loss in history.get("first_losses", []) if math.isfinite(loss)]
-    return Facts(
+    return StartFacts(
         tree["step"],
         tree.get("tick", tree["step"]),
         float(history.get("seconds", 0.0)),
@@ -121,7 +121,7 @@ def is_over(folder: Path, stop: int) -> bool:
     return status == "preempted" and isinstance(done, int) and done >= stop
 
 
-def read_outcome(arm: Arm, folder: Path, start: Facts, until: int) -> Outcome:
+def read_outcome(arm: Arm, folder: Path, start: StartFacts, until: int) -> Outcome:
     """Reads how an arm ended. An arm whose run could not be built is one that broke before its first step.
 
     Args:
@@ -157,7 +157,7 @@ def read_outcome(arm: Arm, folder: Path, start: Facts, until: int) -> Outcome:
     )
 
 
-def spans(folder: Path, start: Facts) -> list[tuple[int, int]]:
+def spans(folder: Path, start: StartFacts) -> list[tuple[int, int]]:
     """Returns the data positions `[start, stop)` that an arm has skipped, those of its rollbacks included."""
     found = [(int(first), int(last)) for first, last in start.skipped]
     for line in read_jsonl(folder / "events.jsonl"):

@@ -5,7 +5,7 @@ from typing import Any
 
 from stabletrain.comparison.pages import charts, shell
 from stabletrain.comparison.pages.shell import page, words, write
-from stabletrain.whatif.report import HEAD, Found, about_table, between, command, cut, decimals, rows, signed
+from stabletrain.whatif.report import HEAD, WhatIfResult, about_table, between, command, cut, decimals, rows, signed
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "arms.js"]
 STYLES = ["uplot.min.css", "page.css"]
@@ -20,16 +20,16 @@ POINTS = 400
 """Maximum number of points of a curve."""
 
 
-def write_whatif_page(found: Found) -> Path:
+def write_whatif_page(found: WhatIfResult) -> Path:
     """Writes the page into the folder of the what-if, and returns its path; raises OSError if that fails."""
     file = found.folder / "whatif.html"
     write(whatif_page(found), file)
     return file
 
 
-def whatif_page(found: Found) -> str:
+def whatif_page(found: WhatIfResult) -> str:
     """Returns the HTML of the page."""
-    places = [*found.ranking.places, *found.out]
+    places = [*found.ranking.places, *found.first_round_only]
     curves = [
         {
             **charts.chart_data(each.outcome.run, POINTS),
@@ -62,11 +62,11 @@ def whatif_page(found: Found) -> str:
     return page(f"{title} · stabletrain", body, data, scripts=SCRIPTS, styles=STYLES)
 
 
-def ranking(found: Found) -> str:
+def ranking(found: WhatIfResult) -> str:
     """Returns the table of the ranking."""
     head = "".join(f"<th>{words(name)}</th>" for name in HEAD)
     lines = [f"<tr>{head}</tr>"]
-    for each, cells in zip((*found.ranking.places, *found.out), rows(found), strict=True):
+    for each, cells in zip((*found.ranking.places, *found.first_round_only), rows(found), strict=True):
         marked = "".join(cell(kind, text) for kind, text in zip(KINDS, cells, strict=True))
         lines.append(f"{row(each.broke)}{marked}</tr>")
     note = "".join(f'<p class="soft">{words(line)}</p>' for line in about_table(found))
@@ -85,7 +85,7 @@ def cell(kind: str, text: str) -> str:
     return f'<td class="{kind}"{tooltip}>{words(short)}</td>'
 
 
-def by_seed(found: Found) -> str:
+def by_seed(found: WhatIfResult) -> str:
     """Returns a table of the arms with each seed."""
     head = "".join(f"<th>{name}</th>" for name in ("arm", "seed", "how it ended", "loss", "95 % interval", "val loss"))
     lines = [f"<tr>{head}</tr>"]
@@ -110,10 +110,10 @@ def by_seed(found: Found) -> str:
     return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>'
 
 
-def changes(found: Found) -> str:
+def changes(found: WhatIfResult) -> str:
     """Returns a table of what each arm changes."""
     lines = ["<tr><th>arm</th><th>overrides</th><th>what happens</th><th>named by</th></tr>"]
-    for each in (*found.ranking.places, *found.out):
+    for each in (*found.ranking.places, *found.first_round_only):
         arm = each.outcome.arm
         overrides = f'<span class="code">{words(" ".join(arm.overrides))}</span>'
         cells = (
@@ -126,7 +126,7 @@ def changes(found: Found) -> str:
     return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>'
 
 
-def refusals(found: Found) -> str:
+def refusals(found: WhatIfResult) -> str:
     """Returns a list of the arms that do not apply, with the reasons; empty if all apply."""
     items = "".join(f"<li>{words(arm.name)}: {words(arm.refused)}</li>" for arm in found.refused)
     return f'<ul class="words">{items}</ul>' if items else ""

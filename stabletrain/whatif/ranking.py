@@ -39,7 +39,7 @@ class Repeat:
     Attributes:
         seed: the seed.
         outcome: how the arm ended with it.
-        behind_best: how far its loss is above that of the best arm of this seed, see `Ranked`.
+        behind_best: how far its loss is above that of the best arm of this seed, see `RankedArm`.
         difference: of its losses to those of the reference with the same seed.
     """
 
@@ -50,7 +50,7 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedArm:
     """An arm in its place.
 
     Attributes:
@@ -116,7 +116,7 @@ class Ranking:
         without_forecast: name of the arm that would be the winner if forecasts did not count.
     """
 
-    places: tuple[Ranked, ...]
+    places: tuple[RankedArm, ...]
     reference: str
     winner: str
     without_forecast: str = ""
@@ -139,11 +139,11 @@ class Ranking:
             return f"Too close to call: {', '.join([self.winner, *others])}. Taken: {self.winner}{why}{came_back}."
         if len([each for each in self.places if not each.broke]) == 1:
             return f"{self.winner} is the only arm that holds{came_back}."
-        later = (lead(each) for each in self.places if not each.tied and 0 < each.behind.low < math.inf)
+        later = (lead_text(each) for each in self.places if not each.tied and 0 < each.behind.low < math.inf)
         ahead = next(later, "")
         return f"{self.winner} is best{ahead}{came_back}."
 
-    def _by_forecast(self, first: Ranked) -> str:
+    def _by_forecast(self, first: RankedArm) -> str:
         """Says that the forecast has decided between arms that are not told apart; empty if it has not."""
         if self.without_forecast in ("", self.winner):
             return ""
@@ -154,7 +154,7 @@ class Ranking:
         )
 
 
-def lead(next_one: Ranked) -> str:
+def lead_text(next_one: RankedArm) -> str:
     """Says how far an arm is behind the first."""
     mean, low, high, _ = next_one.behind
     return f", ahead of {next_one.outcome.arm.name} by {mean:.4f} ({low:.4f} to {high:.4f})"
@@ -206,13 +206,13 @@ def rank(
         return tuple(found) if len(seeds) > 1 else ()
 
     found = [
-        Ranked(each, lost[seed].get(name, ""), pooled(name, reference), NO_INTERVAL, False, repeats(number))
+        RankedArm(each, lost[seed].get(name, ""), pooled(name, reference), NO_INTERVAL, False, repeats(number))
         for number, (name, each) in enumerate(zip(names, outcomes, strict=True))
     ]
     if not alive:
         return Ranking(tuple(found), "", "")
 
-    def key(each: Ranked) -> tuple[int, float]:
+    def key(each: RankedArm) -> tuple[int, float]:
         return each.tier, math.inf if math.isnan(each.difference.mean) else each.difference.mean
 
     order = sorted(found, key=key)
@@ -228,7 +228,7 @@ def rank(
     return Ranking(tuple(places), reference, nothing_or_first(preferred), nothing_or_first(tied))
 
 
-def nothing_or_first(arms: Sequence[Ranked]) -> str:
+def nothing_or_first(arms: Sequence[RankedArm]) -> str:
     """Returns the name of the first arm, or `nothing` if it is among them."""
     names = [each.outcome.arm.name for each in arms]
     return NOTHING if NOTHING in names else names[0]
@@ -279,7 +279,7 @@ def reference_of(alive: Sequence[str], seeds: Iterable[Sequence[Outcome]]) -> st
     return min(sums, key=sums.__getitem__)
 
 
-def to_reference(ranked: Ranked, reference: Outcome, place: int) -> Ranked:
+def to_reference(ranked: RankedArm, reference: Outcome, place: int) -> RankedArm:
     """Returns an arm of the first round with its difference to the reference of the last one, and no tie.
 
     Args:

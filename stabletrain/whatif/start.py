@@ -33,8 +33,8 @@ from stabletrain.stored.run_json import RUN
 from stabletrain.tracking.metrics import read_jsonl, replace
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.averaging import BEFORE, COUNT, states_at, ticks
-from stabletrain.whatif.base import QUIET, Base
-from stabletrain.whatif.edits import edited
+from stabletrain.whatif.base import QUIET_OVERRIDES, BaseRun
+from stabletrain.whatif.edits import apply_edit
 from stabletrain.whatif.job import train_until
 from stabletrain.whatif.trouble import Trouble
 
@@ -67,7 +67,7 @@ class Origin:
         return self.step - (0 if self.source is None else self.source.step)
 
 
-def find_origin(guarded_at: Mapping[str, int], run: Path, trouble: Trouble, named: int | None) -> Origin:
+def find_origin(guard_steps: Mapping[str, int], run: Path, trouble: Trouble, named: int | None) -> Origin:
     """Returns where to take the state from.
 
     Args:
@@ -82,8 +82,8 @@ def find_origin(guarded_at: Mapping[str, int], run: Path, trouble: Trouble, name
             if each.step == named and ticks(each) is not None:  # as it is: the user named it
                 return Origin(named, ticks(each) or 0, each)
         return Origin(named, trouble.tick_of(named), newest(known, named, trouble.tick_of(named)))
-    latest = max(0, trouble.first - 1 - guarded_at["after"])
-    earliest = latest // guarded_at["every"] * guarded_at["every"]
+    latest = max(0, trouble.first - 1 - guard_steps["after"])
+    earliest = latest // guard_steps["every"] * guard_steps["every"]
     found = newest(known, latest, trouble.tick_of(latest))
     step = found.step if found is not None and found.step >= earliest else earliest
     if found is None or found.step > step:
@@ -100,7 +100,7 @@ def newest(known: list[Checkpoint], step: int, tick: int) -> Checkpoint | None:
     return None
 
 
-def check_repeatable(base: Base, origin: Origin) -> None:
+def check_repeatable(base: BaseRun, origin: Origin) -> None:
     """Checks that the steps to compute again all had the settings of the last of them.
 
     Raises:
@@ -118,7 +118,7 @@ def check_repeatable(base: Base, origin: Origin) -> None:
             )
 
 
-def prepare(base: Base, origin: Origin, folder: Path, listening: bool = True) -> Checkpoint:
+def prepare(base: BaseRun, origin: Origin, folder: Path, listening: bool = True) -> Checkpoint:
     """Returns the checkpoint from which the arms start, in `<folder>/start`; computes it if it was not kept.
 
     Args:
@@ -136,26 +136,26 @@ def prepare(base: Base, origin: Origin, folder: Path, listening: bool = True) ->
         if origin.source is None or origin.steps:
             check_repeatable(base, origin)
             compute_again(base, origin, folder / "again", listening)
-        run_on_main(ranks, lambda: publish(base, origin, folder))
+        run_on_main(ranks, lambda: publish_start(base, origin, folder))
     return find(folder / "start" / "checkpoints" / f"step-{origin.step:08d}")
 
 
-def publish(base: Base, origin: Origin, folder: Path) -> None:
+def publish_start(base: BaseRun, origin: Origin, folder: Path) -> None:
     """Makes `start/` of the state: a copy of the run's checkpoint by links, or the one that was computed again."""
     place = folder / "start" / "checkpoints"
     shutil.rmtree(folder / "start", ignore_errors=True)
     if origin.source is not None and not origin.steps:
-        shutil.copytree(origin.source.path, place / origin.source.path.name, copy_function=linked)
+        shutil.copytree(origin.source.path, place / origin.source.path.name, copy_function=link_or_copy)
     else:
         found = find(folder / "again" / "checkpoints" / f"step-{origin.step:08d}")
         info = {"run": base.record.get("id"), "settings": base.settings._asdict()}
         write(place, found.load(), step=origin.step, info=info, healthy=True, val_loss=found.val_loss)
         keep_states(folder / "again", folder / BEFORE, origin)
         shutil.rmtree(folder / "again", ignore_errors=True)
-    as_run(base, folder / "start", f"the state of {base.run} after step {origin.step}")
+    make_run_folder(base, folder / "start", f"the state of {base.run} after step {origin.step}")
 
 
-def compute_again(base: Base, origin: Origin, folder: Path, listening: bool) -> None:
+def compute_again(base: BaseRun, origin: Origin, folder: Path, listening: bool) -> None:
     """Repeats the run up to the state, whose checkpoint is then in a folder.
 
     Raises:
@@ -169,21 +169,21 @@ def compute_again(base: Base, origin: Origin, folder: Path, listening: bool) -> 
     run_on_main(ranks, lambda: check_repetition(base, folder, saved))
 
 
-def arguments_of_repetition(base: Base, origin: Origin, folder: Path) -> Arguments:
+def arguments_of_repetition(base: BaseRun, origin: Origin, folder: Path) -> Arguments:
     """Returns the command line that repeats the run in a folder, or goes on with that; empties a folder with no state.
 
     It is called on the main process only.
     """
     # States on the way are saved where the guard takes its own, for the mean of the last of them. This changes no bit.
-    saving = (f"checkpoint.every={base.guarded_at['every']}", f"checkpoint.keep={COUNT}", "checkpoint.keep_best=false")
-    words = (*QUIET, *saving)
-    if begun(folder):
+    saving = (f"checkpoint.every={base.guard_steps['every']}", f"checkpoint.keep={COUNT}", "checkpoint.keep_best=false")
+    words = (*QUIET_OVERRIDES, *saving)
+    if has_checkpoint(folder):
         return base.continued(words, folder)
     shutil.rmtree(folder, ignore_errors=True)
     return base.anew(words, folder) if origin.source is None else base.resumed(origin.source.path, words, folder)
 
 
-def check_repetition(base: Base, folder: Path, saved: Path) -> None:
+def check_repetition(base: BaseRun, folder: Path, saved: Path) -> None:
     """Checks that the repetition has got to the state, with the losses of the run.
 
     Raises:
@@ -227,10 +227,10 @@ def keep_states(again: Path, place: Path, origin: Origin) -> None:
     shutil.rmtree(place, ignore_errors=True)
     for each in Folder(again / "checkpoints", tell=lambda line: None).known():
         if origin.step - origin.steps < each.step < origin.step:
-            shutil.copytree(each.path, place / each.path.name, copy_function=linked)
+            shutil.copytree(each.path, place / each.path.name, copy_function=link_or_copy)
 
 
-def begun(folder: Path) -> bool:
+def has_checkpoint(folder: Path) -> bool:
     """Whether a run in a folder has a checkpoint from which `resume=auto` goes on; without one it would begin anew."""
     return (folder / RUN).exists() and bool(Folder(folder / "checkpoints", tell=lambda line: None).known())
 
@@ -246,7 +246,7 @@ def losses_of(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     return {line.get("tick", line["step"]): line["train/loss"] for line in lines if "train/loss" in line}
 
 
-def as_run(base: Base, folder: Path, reason: str) -> None:
+def make_run_folder(base: BaseRun, folder: Path, reason: str) -> None:
     """Makes a folder one that a resume accepts as a run's: its record, and Hydra's."""
     trust.remember_arguments(*base.arguments)
     shutil.copytree(base.run / ".hydra", folder / ".hydra", dirs_exist_ok=True)
@@ -261,7 +261,7 @@ def as_run(base: Base, folder: Path, reason: str) -> None:
     replace(folder / RUN, json.dumps(record, indent=2) + "\n")  # last: it marks the folder as complete
 
 
-def linked(source: str, target: str) -> None:
+def link_or_copy(source: str, target: str) -> None:
     """Links a file of a checkpoint, which is never written again; copies it where the disk has no links."""
     try:
         os.link(source, target)
@@ -272,7 +272,7 @@ def linked(source: str, target: str) -> None:
 # ---- edited copies
 
 
-def on_data_of(skipped: Sequence[Sequence[int]], start: Checkpoint, base: Base, folder: Path) -> Checkpoint:
+def with_skips_of(skipped: Sequence[Sequence[int]], start: Checkpoint, base: BaseRun, folder: Path) -> Checkpoint:
     """Returns a state that never reads the data positions that a later one has skipped, so both read the same batches.
 
     Args:
@@ -294,19 +294,19 @@ def on_data_of(skipped: Sequence[Sequence[int]], start: Checkpoint, base: Base, 
     return find(own / "checkpoints" / start.path.name)
 
 
-def write_copy(own: Path, tree: Tree, start: Checkpoint, base: Base, how: str) -> None:
+def write_copy(own: Path, tree: Tree, start: Checkpoint, base: BaseRun, how: str) -> None:
     """Makes a folder a run whose only checkpoint is an edited one; says how it was edited."""
     shutil.rmtree(own, ignore_errors=True)
     place = own / "checkpoints"
     write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
-    as_run(base, own, f"the state of {base.run} after step {start.step}, {how}")
+    make_run_folder(base, own, f"the state of {base.run} after step {start.step}, {how}")
 
 
 def start_of(
     arm: Arm,
     start: Checkpoint,
     trouble: Trouble,
-    base: Base,
+    base: BaseRun,
     folder: Path,
     states: Sequence[Checkpoint] | None = None,
 ) -> Checkpoint:
@@ -331,12 +331,12 @@ def start_of(
 
 
 def edit_start(
-    arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, folder: Path, states: Sequence[Checkpoint] | None
+    arm: Arm, start: Checkpoint, trouble: Trouble, base: BaseRun, folder: Path, states: Sequence[Checkpoint] | None
 ) -> None:
     """Writes an edited copy of the start, unless it is there; for the arguments see `start_of`."""
     own = folder / f"start-{arm.folder}"
     if not (own / RUN).exists():
         if states is None:
             states = states_at(arm.states, base, start, folder) if arm.states else []
-        tree = edited(start.load(), arm, trouble, [each.load_model() for each in states])
+        tree = apply_edit(start.load(), arm, trouble, [each.load_model() for each in states])
         write_copy(own, tree, start, base, f"edited: {arm.about}")

@@ -19,10 +19,10 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.after_halt import OVERRIDE
 from stabletrain.whatif.target import Target
 
-GAP = 100
+MAX_GAP = 100
 """Executed steps without trouble after which the next trouble is another one."""
 
-SURE, HINTS = ("skip", "rollback", "halt"), ("forecast", "alarm")
+TROUBLE_EVENTS, HINT_EVENTS = ("skip", "rollback", "halt"), ("forecast", "alarm")
 """Events of trouble, and those that count if a run has none of the former; of the alarms only slow spikes."""
 
 
@@ -95,7 +95,7 @@ def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
         tick = int(line.get("tick", step + lost_at(step, undone)))
         if kind == "skip" and line.get("kind") == "overflow":
             continue
-        if kind in (*SURE, *HINTS) and (kind != "alarm" or "since" in line):
+        if kind in (*TROUBLE_EVENTS, *HINT_EVENTS) and (kind != "alarm" or "since" in line):
             since = int(line.get("since") or step)  # a slow spike is found after it began
             began = tick if since == step else since + lost_at(since, undone)
             text = str(line.get("reason") or line.get("text") or "")
@@ -111,10 +111,10 @@ def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
 
 
 def clusters(events: Sequence[Event]) -> list[list[Event]]:
-    """Groups events that follow each other within `GAP` executed steps."""
+    """Groups events that follow each other within `MAX_GAP` executed steps."""
     found: list[list[Event]] = []
     for event in events:
-        if found and event.tick - found[-1][-1].tick <= GAP:
+        if found and event.tick - found[-1][-1].tick <= MAX_GAP:
             found[-1].append(event)
         else:
             found.append([event])
@@ -150,11 +150,11 @@ def find_trouble(target: Target, after: int | None = None) -> Trouble:
     """
     lines = read_jsonl(target.run / "events.jsonl")
     found = events_of(lines)
-    groups = clusters([event for event in found if event.kind in SURE])
+    groups = clusters([event for event in found if event.kind in TROUBLE_EVENTS])
     if not groups and (bad := first_nonfinite(target.run)) is not None:
         groups = [[Event("nonfinite", bad, bad, "the loss is not finite", bad)]]
     if not groups:
-        groups = clusters([event for event in found if event.kind in HINTS])
+        groups = clusters([event for event in found if event.kind in HINT_EVENTS])
     if target.incident is not None:
         step, named = incident_of(target.incident)
         tick = next((line.get("tick", step) for line in lines if is_incident(line, step)), step)
@@ -179,7 +179,7 @@ def is_incident(line: Mapping[str, Any], step: int) -> bool:
 
 def near(group: Sequence[Event], tick: int) -> bool:
     """Whether a tick lies in a cluster, or at its ends."""
-    return group[0].tick - GAP <= tick <= group[-1].tick + GAP
+    return group[0].tick - MAX_GAP <= tick <= group[-1].tick + MAX_GAP
 
 
 def first_nonfinite(run: Path) -> int | None:

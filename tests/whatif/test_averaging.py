@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stabletrain.checkpoint.folder import find
-from stabletrain.whatif.arms import Arm, mean
+from stabletrain.whatif.arms import Arm, mean_of_states
 from stabletrain.whatif.averaging import BEFORE, MissingState, averaged_steps, mean_weights, states_at
 from stabletrain.whatif.base import read_base
 from stabletrain.whatif.start import find_origin, prepare, start_of
@@ -42,8 +42,8 @@ def test_states_from_before_a_change_of_settings_do_not_count(run):
 
 
 def test_a_mean_needs_two_states():
-    assert "a mean needs two" in mean((60,)).refused
-    assert mean((40, 60)).about == "the mean of the weights after steps 40 and 60"
+    assert "a mean needs two" in mean_of_states((60,)).refused
+    assert mean_of_states((40, 60)).about == "the mean of the weights after steps 40 and 60"
 
 
 def test_the_mean_is_that_of_the_numbers_and_integers_are_the_newest():
