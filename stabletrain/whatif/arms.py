@@ -29,7 +29,7 @@ from stabletrain.errors import ConfigError, did_you_mean
 NOTHING, SKIP, MOMENTS, BRIEF, MEAN = "nothing", "skip", "moments", "brief", "mean"
 
 RECORDED = "diagnosis or forecast"
-"""Who named an arm that stands in the run's record."""
+"""`Arm.named` of a fix that the run's record names."""
 
 MAX_FIXES = 5
 """Number of named fixes that become arms: the best ones."""
@@ -54,7 +54,7 @@ FIXED_KEYS = {
 }
 """Keys that an own arm cannot change, and why."""
 
-OWN = ("log_every", "eval_every", "report", "wandb", "forensics", "checkpoint", "hydra")
+SET_BY_WHATIF = ("log_every", "eval_every", "report", "wandb", "forensics", "checkpoint", "hydra")
 """Keys and groups that a what-if sets itself; none of them changes a step."""
 
 
@@ -199,14 +199,14 @@ def stable_adamw(choices: Mapping[str, str]) -> Arm:
 
 
 def reset_moments(choices: Mapping[str, str], values: Mapping[str, Any]) -> Arm:
-    """The optimizer's state starts anew, and the weights are kept."""
+    """The optimizer's state starts at 0, and the weights are kept."""
     if choices.get("optimizer") == "sgd" and not values.get("optimizer.momentum"):
         return Arm(MOMENTS, refused="sgd without momentum has no moments")
     return Arm(MOMENTS, edit=MOMENTS, about="moments and step counters start at 0")
 
 
 def mean_of_states(states: tuple[int, ...]) -> Arm:
-    """The mean of the last healthy states; the initial weights are none of them."""
+    """The mean of the last healthy states, without the initial weights."""
     if len(states) < 2:
         return Arm(MEAN, refused="there is only one healthy state from before the trouble, and a mean needs two")
     *others, start = map(str, states)
@@ -235,7 +235,7 @@ def own_arm(word: str) -> Arm:
     """Returns the arm of a typed `key=value[,key=value...]`; commas within brackets and quotes belong to the value.
 
     Raises:
-        ConfigError: it is none, or changes what all arms have in common.
+        ConfigError: the text is no arm, or changes what all arms have in common.
     """
     pieces = split_at_commas(word)
     for piece in pieces:
@@ -248,7 +248,7 @@ def own_arm(word: str) -> Arm:
         group = key.partition(".")[0]
         if (reason := FIXED_KEYS.get(key) or FIXED_KEYS.get(group)) is not None:
             raise ConfigError(f"{word}: an arm cannot change {key}: {reason}; fix: leave it out")
-        if key in OWN or group in OWN:
+        if key in SET_BY_WHATIF or group in SET_BY_WHATIF:
             raise ConfigError(f"{word}: a what-if sets {key} itself, and it changes no step; fix: leave it out")
     return Arm(",".join(pieces), tuple(pieces), named="you")
 

@@ -72,7 +72,7 @@ class Task:
 
     Attributes:
         array: the folder of the array.
-        record: what is known of the array.
+        record: of the array.
         number: of the task.
     """
 
@@ -105,11 +105,11 @@ def run_array(runs: Sequence[ArmRun], slurm: ArmArray, on_over: Callable[[ArmRun
     """
     if not runs:
         return
-    folder, mine = runs[0].folder.parent / ARRAYS, {run.folder.name: run for run in runs}
+    folder, by_folder = runs[0].folder.parent / ARRAYS, {run.folder.name: run for run in runs}
     failed: list[str] = []
 
-    def settled(task: Task, state: str, since: float) -> bool:
-        run = mine[task.arm]
+    def is_settled(task: Task, state: str, since: float) -> bool:
+        run = by_folder[task.arm]
         if run.over or (run.folder / REFUSED).exists():
             on_over(run)
         elif since < (VISIBLE_AFTER_S if state in ("", "COMPLETED") else FAILED_AFTER_S):
@@ -124,20 +124,24 @@ def run_array(runs: Sequence[ArmRun], slurm: ArmArray, on_over: Callable[[ArmRun
         def stopping() -> bool:
             return bool(request.name)
 
-        there = [task for task in queued(folder) if task.arm in mine]
-        same = [task for task in there if not task.record["cancelled"] and task.record["stop"] == runs[0].stop]
-        ending = [task for task in there if task not in same]  # its arm has to leave the folder first
-        if there:
-            say(f"array    {', '.join(jobs_of(there))} still runs {len(there)} of the arms: waits for it", flush=True)
+        # An array of an earlier command may still run: its tasks are waited for, and not submitted again.
+        live = [task for task in queued(folder) if task.arm in by_folder]
+        mine = [task for task in live if not task.record["cancelled"] and task.record["stop"] == runs[0].stop]
+        ending = [task for task in live if task not in mine]
+        if live:
+            say(f"array    {', '.join(jobs_of(live))} still runs {len(live)} of the arms: waits for it", flush=True)
+        # Tasks that were cancelled, or that run to another step, must end first: two processes must not write into
+        # the folder of one arm.
         wait(ending, lambda task, state, since: True, stopping)
         new = []
-        for run in (run for run in runs if run.folder.name not in {task.arm for task in same}):
+        for run in (run for run in runs if run.folder.name not in {task.arm for task in mine}):
             on_over(run) if run.over else new.append(run)
         if new and not request.name:
-            same += submit(new, slurm, folder)
-        wait(same, settled, stopping)
+            mine += submit(new, slurm, folder)
+        wait(mine, is_settled, stopping)
+        # No process waits for the arms any more, so they must not use the cluster's time.
         if request.name:
-            cancel([*same, *ending])
+            cancel([*mine, *ending])
             raise Interrupted(f"{request.name}: the array was cancelled", saved=True)
     with suppress(StabletrainError):
         queued(folder)  # forgets the arrays that have ended
@@ -155,16 +159,16 @@ def check_not_queued(runs: Sequence[ArmRun]) -> None:
         if not (records := sorted(folder.glob(f"*/{RECORD}"))):
             continue
         try:
-            there = [task for task in queued(folder) if task.arm in {run.folder.name for run in runs}]
+            live = [task for task in queued(folder) if task.arm in {run.folder.name for run in runs}]
         except StabletrainError as error:
             raise ConfigError(
                 f"{records[-1].parent}: this array may still run, and Slurm does not say ({error}); fix: type the "
                 f"command where squeue works, or delete {records[-1]} if the array has ended"
             ) from error
-        if there:
-            jobs = " ".join(jobs_of(there))
+        if live:
+            jobs = " ".join(jobs_of(live))
             raise ConfigError(
-                f"array {jobs} still runs {len(there)} of the arms; fix: add --slurm, which waits for it, or cancel it "
+                f"array {jobs} still runs {len(live)} of the arms; fix: add --slurm, which waits for it, or cancel it "
                 f"with scancel {jobs}"
             )
 

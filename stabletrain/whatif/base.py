@@ -1,4 +1,4 @@
-"""The run that an arm repeats: its command and settings at a step, and the command lines that resume a state of it."""
+"""The run that an arm repeats: its command and settings at a step, and the command lines that resume its states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import RunRecord, read_run_record
 
 QUIET_OVERRIDES = ("log_every=1", "report=false", "wandb=disabled", "forensics=off")
-"""Of every run that a what-if starts: the loss of each step, and nothing that is only for the user to look at."""
+"""Overrides of every run that a what-if starts: it logs each loss, and makes nothing that only the user looks at."""
 
 KEEP_ONE_CHECKPOINT = ("checkpoint.keep=1", "checkpoint.keep_best=false")
-"""Keep no more than an interruption needs."""
+"""Overrides that keep no more than an interruption needs."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class BaseRun:
         places = f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"
         return with_overrides(typed, *self.saving(overrides), *places)
 
-    def anew(self, overrides: Sequence[str], folder: Path) -> Arguments:
+    def restarted(self, overrides: Sequence[str], folder: Path) -> Arguments:
         """Returns the command line that repeats the run from step 0 in a new folder."""
         typed = merged(self.arguments, parse_arguments([*overrides]))
         return with_overrides(typed, *self.saving(overrides), "resume=none", f"hydra.run.dir={quoted(folder)}")
 
     def continued(self, overrides: Sequence[str], folder: Path) -> Arguments:
-        """Returns the command line that goes on in the folder of a run that one of the others has started."""
+        """Returns the command line that goes on in the folder of a run that `resumed` or `restarted` has started."""
         typed = merged(self.arguments, parse_arguments([*overrides]))
         return in_folder(with_overrides(typed, *self.saving(overrides), "resume=auto"), "hydra.run.dir", folder)
 

@@ -26,7 +26,7 @@ from stabletrain.whatif.driver import WhatIf
 from stabletrain.whatif.outcome import Outcome, StartFacts, read_outcome, start_facts
 from stabletrain.whatif.ranking import Ranking
 from stabletrain.whatif.report import ending
-from stabletrain.whatif.start import Origin, newest, prepare, start_of, with_skips_of
+from stabletrain.whatif.start import Origin, newest_checkpoint, prepare, start_of, with_skips_of
 
 FROM_0_SHARE = 0.25
 """Share of the budget above which the best arm is not tried from step 0."""
@@ -146,7 +146,7 @@ class BudgetedWhatIf(WhatIf):
         base, folder = self.plan.base, self.plan.folder / FROM_0
         known = Folder(base.run / "checkpoints", tell=lambda line: None)
         # After an earlier healing, the checkpoint of step 0 may be one with the ticks of its halt: not the first state.
-        first = run_on_main(self.ranks, lambda: Origin(0, 0, newest(known.known(), 0, 0)))
+        first = run_on_main(self.ranks, lambda: Origin(0, 0, newest_checkpoint(known.known(), 0, 0)))
         start = with_skips_of(facts.skipped, prepare(base, first, folder, self.listening), base, folder)
         renamed = replace(arm, name=f"{FROM_0}:{arm.name}", about=f"{arm.about or 'the same'}, from step 0")
         self.starts[renamed.name] = start_of(arm, start, self.plan.trouble, base, folder).path

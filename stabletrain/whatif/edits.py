@@ -1,4 +1,4 @@
-"""Edits of a state: what some arms need, and no override can change. Each returns a new tree.
+"""Edits of a state, for the arms that need what no override can change. Each returns a new tree.
 
 | edit | what it changes |
 |---|---|
@@ -19,7 +19,7 @@ from stabletrain.whatif.arms import BRIEF, BRIEF_STEPS, MEAN, MOMENTS, SKIP, Arm
 from stabletrain.whatif.averaging import mean_weights
 from stabletrain.whatif.trouble import Trouble
 
-BEFORE = 10
+STEPS_BEFORE = 10
 """Steps before the trouble whose batches `skip` leaves out too: the update that did the harm comes before the spike."""
 
 
@@ -46,12 +46,12 @@ def apply_edit(tree: Tree, arm: Arm, trouble: Trouble, models: Sequence[Mapping[
 
 
 def skipped_span(tree: Tree, trouble: Trouble) -> tuple[int, int]:
-    """Returns the data positions `[start, stop)` that `skip` leaves out: of the trouble, and `BEFORE` before it.
+    """Returns the data positions `[start, stop)` that `skip` leaves out: of the trouble, and `STEPS_BEFORE` before it.
 
-    Those that its rollbacks have skipped count too: bad data may be longer than what one rollback skips. Step s,
-    counted from 1, reads the batch of step number s - 1.
+    This includes what its rollbacks have skipped: bad data may be longer than what one rollback skips. Step s, counted
+    from 1, reads the batch of step number s - 1.
     """
-    start = max(tree["step"], trouble.first - 1 - BEFORE)
+    start = max(tree["step"], trouble.first - 1 - STEPS_BEFORE)
     stop = max(start, trouble.last - 1)
     return position(start, tree["skipped"]), max(position(stop, tree["skipped"]) + 1, trouble.read)
 
@@ -60,8 +60,8 @@ def lowered_rate(lowered: Sequence[Any], step: int, stop: int, factor: float) ->
     """Returns the guard's lowered learning rate: start step, stop step (exclusive) and factor.
 
     Args:
-        lowered: the one that it has, after an earlier rollback. It is one span, so what is left of it gets the product
-            of both factors, and the later stop: the rate of this arm is never above that of `nothing`.
+        lowered: the one of an earlier rollback. The guard has one span only. So if that one has not ended, the new one
+            has the product of both factors and the later stop: this arm's rate is never above that of `nothing`.
         step: steps done.
         stop: the last step with the lowered rate, counted from 1.
         factor: of the learning rate.

@@ -6,8 +6,8 @@
 | `heal` | when the run goes on | `step` and `tick` of the halt, and the fields of `Healing` |
 | `unhealed` | when it does not | the same, without an arm |
 
-A halt without one of the other two after it was interrupted while fixes were tried. So nothing else needs to be
-recorded: a process that resumes the run reads the events, and does what the first process would have done.
+If neither `heal` nor `unhealed` follows a halt, the run was interrupted while fixes were tried. So nothing else
+needs to be recorded: a process that resumes the run reads the events, and does what the first one would have done.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,15 +41,15 @@ class Healing:
 
     Attributes:
         start: the checkpoint that the arm resumed; the run goes on from this state. Empty if no arm holds.
-        origin: step of the state from which the arms started, but the one from step 0.
+        origin: step of the state from which the arms started (but for the arm from step 0).
         skipped: data positions `[start, stop)` that are never read in the state from which the run goes on.
         why: in a sentence, why the run goes on with this arm, or with none.
         to: step of the state from which the run goes on.
         arm: the one that the run goes on with; empty if none holds.
         settings: overrides in force from then on, besides those of the run's first start.
-        base: the same as they were before.
-        arms: names of all that were tried.
-        steps: that were spent on them.
+        base: those that were in force before.
+        arms: names of all arms that were tried.
+        steps: number of steps that were spent on them.
     """
 
     start: str = ""
@@ -64,8 +64,13 @@ class Healing:
     steps: Count = 0
 
 
-HealingRecord = TypedDict("HealingRecord", {each.name: each.type for each in fields(Healing)})
-"""The content of `healing.json`: the same fields."""
+def healing_of(values: Mapping[str, Any]) -> Healing:
+    """Returns the healing in an event or in `healing.json`, which may have further keys."""
+    return Healing(**{each.name: values[each.name] for each in fields(Healing)})
+
+
+HealingRecord = TypedDict("HealingRecord", {each.name: each.type for each in fields(Healing)})  # ty: ignore[invalid-argument-type]
+"""The content of `healing.json`: the same fields, declared once."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,6 @@ def read_halt_history(run: Path) -> HaltHistory:
             counts = line.get("counts") if line.get("escalate") == "whatif" else None
             halt = None if counts is None else Halt(line["step"], line["tick"], str(line["reason"]), counts)
         if line["event"] in ("heal", "unhealed"):
-            healings.append(Healing(**{each.name: line[each.name] for each in fields(Healing)}))
+            healings.append(healing_of(line))
             halt = None
     return HaltHistory(halt, tuple(healings))

@@ -46,7 +46,7 @@ from stabletrain.trainer.run import TrainingRun
 from stabletrain.whatif.arms import NOTHING
 from stabletrain.whatif.budget import BudgetedWhatIf, check_not_stopped
 from stabletrain.whatif.driver import locked
-from stabletrain.whatif.halts import Halt, HaltHistory, Healing, HealingRecord, read_halt_history
+from stabletrain.whatif.halts import Halt, HaltHistory, Healing, HealingRecord, healing_of, read_halt_history
 from stabletrain.whatif.opening import origin_text, steps_text
 from stabletrain.whatif.page import write_whatif_page
 from stabletrain.whatif.plan import Plan, WhatIfOptions, plan
@@ -124,7 +124,7 @@ class Healer:
     # ---- the run
 
     def _resumed_history(self) -> HaltHistory:
-        """Returns the course of a run that is resumed. A halt is over if the user resumes with another setting."""
+        """Returns the halts of a run that is resumed. A halt is over if the user resumes with another setting."""
         history = read_halt_history(self._folder)
         if history.halt is None or not acting({key: ["", ""] for key in self._changed_keys()}):
             return history
@@ -201,7 +201,7 @@ class Healer:
             signals = stack.enter_context(StopRequest() if self._listening else NoStopRequest())
             self._on_main(lambda: stack.enter_context(locked(folder)), lambda: None)
 
-            # The decision is on disk before it is acted on: a process that is killed from here on decides the same.
+            # The decision is on disk before it is acted on: a process that resumes a killed one does not decide again.
             healing = self._on_main(lambda: read_healing(folder))
             if healing is None:
                 self._set_status("running", None)
@@ -292,7 +292,7 @@ class Healer:
 def read_healing(folder: Path) -> Healing | None:
     """Returns what a what-if has decided; None if it is not over."""
     try:
-        return Healing(**read_record(folder / HEALING, HealingRecord))
+        return healing_of(read_record(folder / HEALING, HealingRecord))
     except DamagedFile:
         return None
 
@@ -359,7 +359,7 @@ def install(run: Path, halt: Halt, healing: Healing) -> None:
     tree = start.load()
     write(
         run / "checkpoints",
-        {**tree, "tick": halt.tick, "parts": going_on_with(tree, halt)},
+        {**tree, "tick": halt.tick, "parts": with_counts_of_halt(tree, halt)},
         step=start.step,
         info=start.info,
         healthy=True,
@@ -376,7 +376,7 @@ def drop_states(folder: Path) -> None:
         shutil.rmtree(each / "checkpoints", ignore_errors=True)
 
 
-def going_on_with(tree: Tree, halt: Halt) -> Tree:
+def with_counts_of_halt(tree: Tree, halt: Halt) -> Tree:
     """Returns the parts of a state, with the counts that going back does not undo."""
     parts = {name: {**part, **halt.counts.get(name, {})} for name, part in tree["parts"].items()}
     guard, history = tree["parts"]["guard"], parts["history"]

@@ -1,7 +1,7 @@
 """Which arms apply: the checks of a configuration and the table of resumes decide, as for a resume that is typed.
 
-An arm is refused with the sentence that the same resume would be refused with. An arm that changes no step is refused
-too: the run has it already.
+An arm is refused with the sentence that refuses the same resume. An arm that changes no step is refused too, because
+the run has it already.
 """
 
 from collections.abc import Mapping, Sequence

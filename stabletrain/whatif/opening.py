@@ -11,7 +11,7 @@ from stabletrain.whatif.start import Origin
 from stabletrain.whatif.trouble import Trouble
 
 
-def opening(planned: Plan, asked: WhatIfOptions) -> str:
+def opening(planned: Plan, options: WhatIfOptions) -> str:
     """Returns the lines that say what is going to happen, and the price."""
     base, origin, trouble = planned.base, planned.origin, planned.trouble
     count, first = len(planned.arms), planned.rounds[0] - origin.step
@@ -22,10 +22,10 @@ def opening(planned: Plan, asked: WhatIfOptions) -> str:
     ]
     refused = f"; {len(planned.refused)} do not apply (--list says why)" if planned.refused else ""
     lines.append(f"arms     {', '.join(arm.name for arm in planned.arms)}{refused}")
-    lines.append(f"how      {how_text(asked)}")
+    lines.append(f"how      {how_text(options)}")
     price = f"first round {count} x {first:,} = {count * first:,} steps"
     total = origin.steps + count * first
-    most = min(count, asked.best + 1)
+    most = min(count, options.best + 1)
     if len(planned.rounds) > 1:
         longer = planned.rounds[1] - planned.rounds[0]
         price += f", second at most {most} x {longer:,} = {most * longer:,} steps"
@@ -36,7 +36,7 @@ def opening(planned: Plan, asked: WhatIfOptions) -> str:
         total += runs * each
     again = f"{origin.steps:,} steps to compute the state, " if origin.steps else ""
     done = "; what an earlier call has done is kept" if (planned.folder / "start" / RUN).exists() else ""
-    lines.append(f"price    {again}{price}{duration(base, total, asked)}{done}")
+    lines.append(f"price    {again}{price}{duration(base, total, options)}{done}")
     return "\n".join(one_line(line) for line in lines)
 
 
@@ -63,14 +63,16 @@ def origin_text(origin: Origin, exactly: bool = True) -> str:
     return f"which was not kept: computed again from {begin}{alike}"
 
 
-def how_text(asked: WhatIfOptions) -> str:
+def how_text(options: WhatIfOptions) -> str:
     """Says how the arms run."""
-    if asked.slurm is not None:
-        return f"as {asked.slurm}"
-    return "one arm after the other" if asked.jobs == 1 else f"{asked.jobs} arms at once, each in a process of its own"
+    if options.slurm is not None:
+        return f"as {options.slurm}"
+    return (
+        "one arm after the other" if options.jobs == 1 else f"{options.jobs} arms at once, each in a process of its own"
+    )
 
 
-def duration(base: BaseRun, steps: int, asked: WhatIfOptions) -> str:
+def duration(base: BaseRun, steps: int, options: WhatIfOptions) -> str:
     """Returns about how long a number of steps takes; empty if the run has not recorded its speed.
 
     In Slurm this is the time of all tasks together: the queue decides how many run at once.
@@ -79,21 +81,21 @@ def duration(base: BaseRun, steps: int, asked: WhatIfOptions) -> str:
     seconds, ticks = final.get("seconds"), final.get("ticks", final.get("steps"))
     if not isinstance(seconds, int | float) or not isinstance(ticks, int | float) or ticks <= 0:
         return ""
-    spent = seconds / ticks * steps / (1 if asked.slurm else asked.jobs)
+    spent = seconds / ticks * steps / (1 if options.slurm else options.jobs)
     text = f"; about {spent:.0f} s" if spent < 120 else f"; about {spent / 60:.0f} min"
-    return f"{text} in all" if asked.slurm else text
+    return f"{text} in all" if options.slurm else text
 
 
-def listing(asked: WhatIfOptions) -> str:
+def listing(options: WhatIfOptions) -> str:
     """Returns every arm with the reason for which it applies or does not; writes nothing."""
-    planned = plan(asked)
+    planned = plan(options)
     head = (
         f"arms from the state after step {planned.origin.step:,} of {planned.base.run}; the trouble: "
         f"{steps_text(planned.trouble)}"
     )
     width = max(len(arm.name) for arm in (*planned.arms, *planned.refused))
     parts = (("these apply:", planned.arms), ("these do not:", planned.refused))
-    lines = [head, f"they run {how_text(asked)}"]
+    lines = [head, f"they run {how_text(options)}"]
     for title, arms in parts:
         lines += ["", title] if arms else []
         for arm in arms:

@@ -23,7 +23,7 @@ REFUSED = "refused.txt"
 """In an arm's folder: why its run could not be built."""
 
 MANY_SKIPS = 0.01
-"""Share of skipped steps above which the trouble has come back. A single skip is never enough: it changes nothing."""
+"""Share of skipped steps above which the trouble has come back. One skip is never enough: it changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -150,15 +150,15 @@ def read_outcome(arm: Arm, folder: Path, start: StartFacts, until: int) -> Outco
         len(run.skips),
         run.rollbacks,
         tuple(dict.fromkeys(str(each["signal"]) for each in run.forecasts)),
-        losses_by_batch(run, spans(folder, start), until),
+        losses_by_batch(run, skipped_spans(folder, start), until),
         float(at_end[-1]) if len(at_end) else math.nan,
         spent / ticks if ticks > 0 else math.nan,
         run,
     )
 
 
-def spans(folder: Path, start: StartFacts) -> list[tuple[int, int]]:
-    """Returns the data positions `[start, stop)` that an arm has skipped, those of its rollbacks included."""
+def skipped_spans(folder: Path, start: StartFacts) -> list[tuple[int, int]]:
+    """Returns the data positions `[start, stop)` that an arm has skipped, also by rollbacks."""
     found = [(int(first), int(last)) for first, last in start.skipped]
     for line in read_jsonl(folder / "events.jsonl"):
         if line.get("event") == "rollback" and line.get("skipped"):

@@ -1,4 +1,4 @@
-"""Ranks the arms: those that held, those that did not, those that broke; within each by paired loss.
+"""Ranks the arms: first those that held, then those that did not, then those that broke; each tier by paired loss.
 
 The losses of two arms are compared on the batches that both have read after the trouble (`statistics.py`). The
 differences are to `nothing`, or to the arm with the lowest validation loss if `nothing` broke or its trouble came back.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from stabletrain.whatif.arms import NOTHING
 from stabletrain.whatif.outcome import Outcome
 from stabletrain.whatif.statistics import Interval, interval, paired
-from stabletrain.whatif.statistics import differences as values
+from stabletrain.whatif.statistics import differences as differences
 
 HELD, NOT_HELD, BROKE = range(3)
 """The tiers."""
@@ -28,8 +28,8 @@ HELD, NOT_HELD, BROKE = range(3)
 NO_INTERVAL = Interval(math.nan, -math.inf, math.inf, 0)
 
 
-SHARE = 0.1
-"""Share of what the best arm has learnt by which an arm that has held may be worse."""
+LOST_SHARE = 0.1
+"""An arm whose loss is above the best by more than this share of what the best has learnt has not held."""
 
 
 @dataclass(frozen=True)
@@ -184,24 +184,25 @@ def rank(
     }
     broke = {name for found in seeds.values() for name, each in zip(names, found, strict=True) if each.broke}
     alive = [name for name in names if name not in broke]
-    reference = reference_of(alive, seeds.values())
-    differences = {
+    reference = choose_reference(alive, seeds.values())
+    intervals = {
         number: {name: paired(found[name], found[reference]) if alive else NO_INTERVAL for name in names}
         for number, found in losses.items()
     }
     lost = {
-        number: too_high({name: differences[number][name].mean for name in alive}, found, first_loss)
+        number: worse_than_best({name: intervals[number][name].mean for name in alive}, found, first_loss)
         for number, found in losses.items()
     }
 
     def pooled(name: str, other: str) -> Interval:
-        return interval(*(values(found[name], found[other]) for found in losses.values())) if other else NO_INTERVAL
+        return (
+            interval(*(differences(found[name], found[other]) for found in losses.values())) if other else NO_INTERVAL
+        )
 
     def repeats(number: int) -> tuple[Repeat, ...]:
         name = names[number]
         found = (
-            Repeat(each, arms[number], lost[each].get(name, ""), differences[each][name])
-            for each, arms in seeds.items()
+            Repeat(each, arms[number], lost[each].get(name, ""), intervals[each][name]) for each, arms in seeds.items()
         )
         return tuple(found) if len(seeds) > 1 else ()
 
@@ -234,10 +235,10 @@ def nothing_or_first(arms: Sequence[RankedArm]) -> str:
     return NOTHING if NOTHING in names else names[0]
 
 
-def too_high(
+def worse_than_best(
     means: Mapping[str, float], losses: Mapping[str, Mapping[int, float]], first_loss: float
 ) -> dict[str, str]:
-    """Returns the arms that are worse than the best by more than `SHARE` of what that has learnt, and by how much.
+    """Returns the arms that are worse than the best by more than `LOST_SHARE` of what that has learnt, and by how much.
 
     Args:
         means: by arm, the difference of its losses to those of the reference.
@@ -252,11 +253,11 @@ def too_high(
     return {
         name: f"loss {mean - known[best]:.3g} above the best"
         for name, mean in known.items()
-        if name != best and mean - known[best] > SHARE * max(learnt, 0.0)
+        if name != best and mean - known[best] > LOST_SHARE * max(learnt, 0.0)
     }
 
 
-def reference_of(alive: Sequence[str], seeds: Iterable[Sequence[Outcome]]) -> str:
+def choose_reference(alive: Sequence[str], seeds: Iterable[Sequence[Outcome]]) -> str:
     """Returns the arm to which the others are compared: `nothing`, or else the one with the lowest validation loss.
 
     An arm whose trouble came back is taken only if no other is left: its rollbacks have skipped the batches on which

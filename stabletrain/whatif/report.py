@@ -19,10 +19,10 @@ from stabletrain.whatif.statistics import Interval
 from stabletrain.whatif.trouble import Trouble
 
 HEAD = ("", "arm", "how it ended", "loss", "95 % interval", "val loss", "s/step", "forecast")
-LEFT = (1, 2, 7)
+TEXT_COLUMNS = (1, 2, 7)
 """Columns of text; the others are numbers."""
 
-LONGEST = 40
+MAX_CELL = 40
 """Longest text in a cell of the terminal's table."""
 
 
@@ -110,7 +110,7 @@ def decimals(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4f}"
 
 
-def table(cells: Sequence[Sequence[str]], head: Sequence[str] = HEAD, left: Sequence[int] = LEFT) -> str:
+def table(cells: Sequence[Sequence[str]], head: Sequence[str] = HEAD, left: Sequence[int] = TEXT_COLUMNS) -> str:
     """Returns lines of aligned columns."""
     lines = [[cut(one_line(cell)) for cell in line] for line in (head, *cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -124,7 +124,7 @@ def table(cells: Sequence[Sequence[str]], head: Sequence[str] = HEAD, left: Sequ
     return "\n".join("  ".join(line).rstrip() for line in aligned)
 
 
-def cut(text: str, most: int = LONGEST) -> str:
+def cut(text: str, most: int = MAX_CELL) -> str:
     """Shortens a long text; the JSON and the page have the whole one."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -24,7 +24,7 @@ def run_arms(
     """Runs arms.
 
     Args:
-        runs: the arms; those that are over are not run.
+        runs: the arms, of which those that are over are not run.
         jobs: number of processes; 1 for this one.
         on_over: called with each arm that is over.
         slurm: runs them as an array job instead; it has a limit of its own.
@@ -60,16 +60,18 @@ def run_processes(runs: Sequence[ArmRun], jobs: int, on_over: Callable[[ArmRun],
     stopping = False
     with StopRequest() as request:
         while running or (waiting and not request.name and not failed):
+            # Start as many as may run at once; after a signal or an error no further one.
             while waiting and len(running) < jobs and not request.name and not failed:
                 run = waiting.pop(0)
                 process = context.Process(target=run_in_process, args=(run, threads), name=run.arm.name)
                 process.start()
                 running.append((run, process))
             time.sleep(POLL_S)
+            # The others stop too, once each has saved its state: the same command goes on with them.
             if (request.name or failed) and not stopping:
                 stopping = True
                 for _, process in running:
-                    process.terminate()  # once: it saves its state, and ends
+                    process.terminate()
             for run, process in [each for each in running if not each[1].is_alive()]:
                 running.remove((run, process))
                 if process.exitcode == 0:

@@ -1,7 +1,7 @@
 """Repeats the arms of the last round with other seeds: the data in another order, and other random numbers.
 
-A seed is a setting that a resume may change. The start is resumed with it, and saved again before its first step, so
-all arms of a seed start from one state, read identical batches, and change no more than the arm does. Everything of a
+A seed is a setting that a resume may change. The start is resumed with it and saved again before its first step. So all
+arms of a seed start from one state, read identical batches, and differ only by what each arm changes. Everything of a
 seed lies in `<folder of the what-if>/seed-<seed>/`.
 """
 

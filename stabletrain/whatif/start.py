@@ -1,10 +1,12 @@
 """The state from which the arms start: which one, where it comes from, and its edited copies.
 
-The state is the newest one from before the trouble that the guard would hold for healthy. If a checkpoint of it is on
-disk, it is copied by hard links. If not, the run is repeated from an older checkpoint, or from step 0, up to that step:
-a step is a pure function of state and step number, so this gives the same bits; on a card with `determinism=strict`
-only, else the state is alike, which the losses must show (`SHARE`). A checkpoint that was written after the trouble,
-such as the one of a rollback, is not used: its guard has counted the trouble already, and it skips data.
+The state is the newest one from before the trouble that the guard would take for healthy. If its checkpoint is on disk,
+it is copied by hard links. If not, the run is repeated from an older checkpoint, or from step 0, up to that step. This
+gives the same bits, because a step is a pure function of state and step number. On a card without `determinism=strict`
+the state only comes close, and its losses have to show that it does (`MAX_LOSS_CHANGE`).
+
+A checkpoint that was written after the trouble, such as the one of a rollback, is not used: its guard has counted the
+trouble already, and it skips data.
 
 Some arms need what no override can change (`edits.py`), so they start from an edited copy.
 """
@@ -32,13 +34,13 @@ from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.stored.run_json import RUN
 from stabletrain.tracking.metrics import read_jsonl, replace
 from stabletrain.whatif.arms import Arm
-from stabletrain.whatif.averaging import BEFORE, COUNT, states_at, ticks
+from stabletrain.whatif.averaging import EARLIER_STATES, MAX_STATES, executed_steps, states_at
 from stabletrain.whatif.base import QUIET_OVERRIDES, BaseRun
 from stabletrain.whatif.edits import apply_edit
 from stabletrain.whatif.job import train_until
 from stabletrain.whatif.trouble import Trouble
 
-SHARE = 0.1
+MAX_LOSS_CHANGE = 0.1
 """How far the losses of a repetition may be from the run's if kernels round differently each time.
 
 It is a share of the loss's own change from one logged step to the next, both as medians. With a small GPT on a CPU, 300
@@ -71,7 +73,7 @@ def find_origin(guard_steps: Mapping[str, int], run: Path, trouble: Trouble, nam
     """Returns where to take the state from.
 
     Args:
-        guarded_at: `every` and `after`, see `Base.guarded_at`.
+        guard_steps: `every` and `after`, see `BaseRun.guard_steps`.
         run: its folder.
         trouble: before which the state lies.
         named: the step that the user named; None for the newest healthy state.
@@ -79,22 +81,24 @@ def find_origin(guard_steps: Mapping[str, int], run: Path, trouble: Trouble, nam
     known = [each for each in Folder(run / "checkpoints", tell=lambda line: None).known() if each.healthy]
     if named is not None:
         for each in known:
-            if each.step == named and ticks(each) is not None:  # as it is: the user named it
-                return Origin(named, ticks(each) or 0, each)
-        return Origin(named, trouble.tick_of(named), newest(known, named, trouble.tick_of(named)))
+            if each.step == named and executed_steps(each) is not None:  # as it is: the user named it
+                return Origin(named, executed_steps(each) or 0, each)
+        return Origin(named, trouble.tick_of(named), newest_checkpoint(known, named, trouble.tick_of(named)))
+    # The guard keeps a state at every multiple of `every`, and takes it for healthy `after` steps later. So this is the
+    # newest one from before the trouble. A checkpoint that lies between it and the trouble is as good, and is at hand.
     latest = max(0, trouble.first - 1 - guard_steps["after"])
     earliest = latest // guard_steps["every"] * guard_steps["every"]
-    found = newest(known, latest, trouble.tick_of(latest))
+    found = newest_checkpoint(known, latest, trouble.tick_of(latest))
     step = found.step if found is not None and found.step >= earliest else earliest
     if found is None or found.step > step:
-        found = newest(known, step, trouble.tick_of(step))
+        found = newest_checkpoint(known, step, trouble.tick_of(step))
     return Origin(step, trouble.tick_of(step), found)
 
 
-def newest(known: list[Checkpoint], step: int, tick: int) -> Checkpoint | None:
+def newest_checkpoint(known: list[Checkpoint], step: int, tick: int) -> Checkpoint | None:
     """Returns the newest checkpoint of at most `step` steps that the run wrote before it had executed `tick` steps."""
     for each in reversed(known):
-        executed = ticks(each) if each.step <= step else None
+        executed = executed_steps(each) if each.step <= step else None
         if executed is not None and executed <= tick - (step - each.step):
             return each
     return None
@@ -132,6 +136,7 @@ def prepare(base: BaseRun, origin: Origin, folder: Path, listening: bool = True)
         ConfigError: the run cannot be repeated.
     """
     ranks = current_ranks()
+    # `run.json` is written last, so a start that has one is complete; an interrupted call makes it again.
     if not run_on_main(ranks, (folder / "start" / RUN).exists):
         if origin.source is None or origin.steps:
             check_repeatable(base, origin)
@@ -150,7 +155,7 @@ def publish_start(base: BaseRun, origin: Origin, folder: Path) -> None:
         found = find(folder / "again" / "checkpoints" / f"step-{origin.step:08d}")
         info = {"run": base.record.get("id"), "settings": base.settings._asdict()}
         write(place, found.load(), step=origin.step, info=info, healthy=True, val_loss=found.val_loss)
-        keep_states(folder / "again", folder / BEFORE, origin)
+        keep_states(folder / "again", folder / EARLIER_STATES, origin)
         shutil.rmtree(folder / "again", ignore_errors=True)
     make_run_folder(base, folder / "start", f"the state of {base.run} after step {origin.step}")
 
@@ -170,17 +175,21 @@ def compute_again(base: BaseRun, origin: Origin, folder: Path, listening: bool) 
 
 
 def arguments_of_repetition(base: BaseRun, origin: Origin, folder: Path) -> Arguments:
-    """Returns the command line that repeats the run in a folder, or goes on with that; empties a folder with no state.
+    """Returns the command line that repeats the run in a folder, or goes on with it; empties a folder with no state.
 
     It is called on the main process only.
     """
     # States on the way are saved where the guard takes its own, for the mean of the last of them. This changes no bit.
-    saving = (f"checkpoint.every={base.guard_steps['every']}", f"checkpoint.keep={COUNT}", "checkpoint.keep_best=false")
+    saving = (
+        f"checkpoint.every={base.guard_steps['every']}",
+        f"checkpoint.keep={MAX_STATES}",
+        "checkpoint.keep_best=false",
+    )
     words = (*QUIET_OVERRIDES, *saving)
     if has_checkpoint(folder):
         return base.continued(words, folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return base.anew(words, folder) if origin.source is None else base.resumed(origin.source.path, words, folder)
+    return base.restarted(words, folder) if origin.source is None else base.resumed(origin.source.path, words, folder)
 
 
 def check_repetition(base: BaseRun, folder: Path, saved: Path) -> None:
@@ -195,7 +204,7 @@ def check_repetition(base: BaseRun, folder: Path, saved: Path) -> None:
             f"{folder / 'events.jsonl'}; fix: --from step-<a checkpoint that is left>"
         )
     if not base.repeats_exactly:
-        check_alike(base.run, folder)
+        check_close(base.run, folder)
     elif (step := first_difference(base.run, folder)) is not None:
         raise ConfigError(
             f"the loss of step {step} came out differently than in {base.run}, so the state is another one: code, "
@@ -203,7 +212,7 @@ def check_repetition(base: BaseRun, folder: Path, saved: Path) -> None:
         )
 
 
-def check_alike(run: Path, again: Path) -> None:
+def check_close(run: Path, again: Path) -> None:
     """Checks that the losses of a repetition differ from the run's by no more than rounding explains.
 
     Raises:
@@ -213,12 +222,12 @@ def check_alike(run: Path, again: Path) -> None:
     ticks = [tick for tick in sorted(then.keys() & now.keys()) if math.isfinite(then[tick])]
     apart = [abs(now[tick] - then[tick]) for tick in ticks]
     usual = [abs(then[later] - then[earlier]) for earlier, later in itertools.pairwise(ticks)]
-    if usual and not median(apart) <= SHARE * median(usual):
+    if usual and not median(apart) <= MAX_LOSS_CHANGE * median(usual):
         raise ConfigError(
             f"the losses of steps {ticks[0]} to {ticks[-1]} came out {median(apart):.2g} from those in {run}, whose "
             f"loss itself changes by {median(usual):.2g} from one to the next (medians): rounding differs by at most "
-            f"{SHARE:g} of that, so the state is another one: code, packages, data or machine have changed since; fix: "
-            "--from step-<a checkpoint that is left>"
+            f"{MAX_LOSS_CHANGE:g} of that, so the state is another one: code, packages, data or machine have changed "
+            "since; fix: --from step-<a checkpoint that is left>"
         )
 
 
@@ -231,7 +240,7 @@ def keep_states(again: Path, place: Path, origin: Origin) -> None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run in a folder has a checkpoint from which `resume=auto` goes on; without one it would begin anew."""
+    """Whether a run in a folder has a checkpoint from which `resume=auto` goes on; without one it begins at step 0."""
     return (folder / RUN).exists() and bool(Folder(folder / "checkpoints", tell=lambda line: None).known())
 
 
@@ -321,7 +330,7 @@ def start_of(
         states: whose weights are averaged; None for those that the arm names.
 
     Raises:
-        MissingState: a state that the arm needs cannot be read.
+        ConfigError: a state that the arm needs cannot be read.
     """
     if not arm.edit:
         return start

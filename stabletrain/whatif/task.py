@@ -20,7 +20,7 @@ from stabletrain.whatif.base import BaseRun
 
 
 class ArmRunRecord(TypedDict):
-    """The content of the file: the fields of a `ArmRun`, and the number of threads."""
+    """The content of the file: the fields of an `ArmRun`, and the number of threads."""
 
     base: dict[str, Any]
     arm: dict[str, Any]

@@ -3,10 +3,12 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import stabletrain
+from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.comparison.pages.charts import chart_data
 from stabletrain.comparison.reading.runs import read_run
 from stabletrain.config.arguments import Arguments
@@ -16,7 +18,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.whatif import healing
+from stabletrain.whatif import driver, healing
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.base import BaseRun
 from stabletrain.whatif.budget import FROM_0, BudgetedWhatIf
@@ -220,6 +222,49 @@ def test_the_budget_is_shared_by_the_rounds_and_the_arm_from_step_0():
     resumed = within(4000)
     resumed.plan.base.record["overrides"] = ["steps=900", "resume='other/checkpoints/step-00000050'"]
     assert resumed.steps_from_zero == 0, "step 0 is not in this run"
+
+
+def startable(what_if, monkeypatch, missing=()):
+    """Returns the arms that may start, whose starts are made without a run; those of `missing` cannot be made."""
+
+    def start_of(arm, *given):
+        if arm.name in missing:
+            raise ConfigError(f"{arm.name} needs a state that is gone")
+        return SimpleNamespace(path=Path(arm.name))
+
+    monkeypatch.setattr(driver, "start_of", start_of)
+    return what_if.startable(object.__new__(Checkpoint), 250)
+
+
+def test_no_arm_starts_when_what_is_left_is_set_aside_but_the_first_one_may(monkeypatch):
+    what_if = within(4000)
+    set_aside = 2 * 300 + 550
+    what_if.spent = 4000
+    runs = startable(what_if, monkeypatch)
+    assert next(runs).arm.name == "a"
+    what_if.spent = 4000 - set_aside - 150 + 1
+    assert [*runs] == []
+    what_if.starts.clear()
+    runs = startable(what_if, monkeypatch)
+    next(runs)
+    what_if.spent = 4000 - set_aside - 150
+    assert [run.arm.name for run in runs] == ["b"]
+
+
+def test_an_arm_whose_start_cannot_be_made_is_refused_and_the_others_run(monkeypatch):
+    what_if = within(4000)
+    assert [run.arm.name for run in startable(what_if, monkeypatch, missing=["a"])] == ["b"]
+    assert [(arm.name, arm.refused) for arm in what_if.unusable] == [("a", "a needs a state that is gone")]
+    assert [*what_if.starts] == ["b"], "it was not tried"
+
+
+def test_what_was_decided_is_read_back_and_a_damaged_file_decides_nothing(tmp_path):
+    decided = Healing(arm="clip", base=["optimizer.lr=0.1"], skipped=[[3, 9]], steps=99)
+    file = tmp_path / healing.HEALING
+    file.write_text(json.dumps({**asdict(decided), "added_later": 1}))
+    assert healing.read_healing(tmp_path) == decided
+    file.write_text(json.dumps({**asdict(decided), "steps": "99"}))
+    assert healing.read_healing(tmp_path) is None
 
 
 def test_no_arm_is_tried_twice_from_one_state_with_the_same_settings(tmp_path, monkeypatch):
