@@ -32,15 +32,14 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import InSweep
 from stabletrain.whatif.arms import NOTHING
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.command import ranked, starts_of
-from stabletrain.whatif.judging import usual_rate
-from stabletrain.whatif.outcome import Outcome, facts_of
-from stabletrain.whatif.plan import Asked, plan
-from stabletrain.whatif.ranking import Ranked
+from stabletrain.whatif.budget import FROM_0
+from stabletrain.whatif.driver import WhatIf, ranked
+from stabletrain.whatif.judging import usual_lr
+from stabletrain.whatif.outcome import Outcome, start_facts
+from stabletrain.whatif.plan import WhatIfOptions, plan
+from stabletrain.whatif.ranking import RankedArm
 from stabletrain.whatif.seeds import with_other_seeds
-from stabletrain.whatif.start import prepare
 from stabletrain.whatif.statistics import paired
-from stabletrain.whatif.within import FROM_0
 
 
 def record(case: Case) -> dict[str, Any]:
@@ -162,7 +161,7 @@ def fixes_of(folder: Path) -> list[str]:
 def grid(case: Case, halted: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Trains from step 0 with each right fix, and with half, a fifth, and the usual value of the learning rate."""
     fixes = [(f"optimizer.lr={rate_of(case) * factor:.4g}",) for factor in (0.5, 0.2)]
-    if usual := usual_rate(read_base(folder / "halted", 0)):
+    if usual := usual_lr(read_base(folder / "halted", 0)):
         fixes.append((f"optimizer.lr={usual:g}",))
     fixes += case.drawn.grid
     settings = [tuple(each.split()) for each in halted["fixes"] if all("=" in word for word in each.split())]
@@ -189,10 +188,10 @@ def ranking_of(place: Path) -> dict[str, Any]:
 
 def again(case: Case, run: Path, ranking: dict[str, Any]) -> dict[str, Any]:
     """Runs the chosen arms with another seed from the same state, and compares them with the winner."""
-    planned = plan(Asked(run))
+    planned = plan(WhatIfOptions(run))
     winner = ranking["winner"].removeprefix(f"{FROM_0}:")  # here all arms start from one state
-    ranked_ones = [each["arm"] for each in ranking["arms"] if each["rank"] is not None]
-    second = [name for name in ranked_ones if name not in (winner, ranking["winner"])][:1]
+    ranked_names = [each["arm"] for each in ranking["arms"] if each["rank"] is not None]
+    second = [name for name in ranked_names if name not in (winner, ranking["winner"])][:1]
     right = [arm.name for arm in planned.arms if is_right(arm.name, arm.overrides, case) and arm.name != winner][:2]
     draw = random.Random(f"{case.name} arm").choice([arm.name for arm in planned.arms if arm.name != NOTHING])
     wanted = {winner, *second, *right, "lr_half", "skip", draw}
@@ -201,11 +200,12 @@ def again(case: Case, run: Path, ranking: dict[str, Any]) -> dict[str, Any]:
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        start = prepare(planned.base, planned.origin, planned.folder)
-        chosen, starts = starts_of(dataclasses.replace(chosen, seeds=[seed]), start)
+        what_if = WhatIf(dataclasses.replace(chosen, seeds=[seed]))
+        start = what_if.prepare_start()
         stop = min(planned.base.total, planned.rounds[-1] + 100)
-        others = with_other_seeds(chosen, start, starts, chosen.arms, stop, Asked(run))[seed]
-    facts, after = facts_of(start), planned.rounds[0]
+        arms = [each.arm for each in what_if.startable(start, stop)]
+        others = with_other_seeds(what_if.plan, start, what_if.starts, arms, stop)[seed]
+    facts, after = start_facts(start), planned.rounds[0]
     places = {each.outcome.arm.name: each for each in ranked(others, facts, after).places}
     first = places[winner].outcome.after(position(after, facts.skipped))
     return {
@@ -219,7 +219,7 @@ def again(case: Case, run: Path, ranking: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def told(each: Ranked, outcome: Outcome, first: dict[int, float], place: int) -> dict[str, Any]:
+def told(each: RankedArm, outcome: Outcome, first: dict[int, float], place: int) -> dict[str, Any]:
     """Returns how an arm ended with the other seed, and its difference to the winner."""
     low_high = paired(outcome.after(place), first)
     return {

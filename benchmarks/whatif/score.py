@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.whatif.cases import FAMILIES, drawn
 from benchmarks.whatif.record import is_right
-from stabletrain.whatif.within import FROM_0
+from stabletrain.whatif.budget import FROM_0
 
 NEAR = (0.02, 0.1)
 """Distances to the best of the grid that are counted, as shares of its validation loss."""

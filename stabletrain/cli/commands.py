@@ -321,7 +321,7 @@ def whatif(chosen: argparse.Namespace) -> None:
     from stabletrain.cli.slurm.arms import read_array
     from stabletrain.whatif.command import whatif as run
     from stabletrain.whatif.opening import listing
-    from stabletrain.whatif.plan import Asked
+    from stabletrain.whatif.plan import WhatIfOptions
 
     start = None
     if chosen.start is not None:
@@ -331,7 +331,7 @@ def whatif(chosen: argparse.Namespace) -> None:
         start = int(number)
     names = None if chosen.arms is None else [name for name in chosen.arms.split(",") if name]
     jobs = 1 if chosen.jobs is None else chosen.jobs
-    asked = Asked(
+    asked = WhatIfOptions(
         *(chosen.run, start, names, [*chosen.own, *chosen.more], chosen.past, chosen.steps, chosen.best, jobs),
         seeds=chosen.seeds,
         slurm=read_array(chosen),

@@ -30,7 +30,7 @@ class HasCumulativeState(Protocol):
 
 
 @dataclass(frozen=True)
-class HealingRecord:
+class HealingHistory:
     """How the run was healed so far; see `whatif/healing.py`.
 
     Attributes:
@@ -75,7 +75,7 @@ class SavedStates:
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self.state, self.parts, self.checkpoints = state, parts, checkpoints
-        self.snapshots, self.healing = Snapshots(), HealingRecord()
+        self.snapshots, self.healing = Snapshots(), HealingHistory()
         self._references: dict[int, Any] = {}  # for each snapshot, the checksums that it must have when it is restored
         self._resumed_healthy = False
         self._guard, self._retained = guard, guard.states

@@ -9,7 +9,7 @@ from stabletrain.records import Reading
 from stabletrain.trainer.history import UNITS, Throughput
 from stabletrain.trainer.roles import Tracker
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.saved_states import HealingRecord
+from stabletrain.trainer.saved_states import HealingHistory
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
@@ -32,7 +32,7 @@ def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: M
     tracker.progress(reading.step, metrics, throughput.rate, run.data.unit, skipped)
 
 
-def healing_counts(guard: GuardPolicy, healing: HealingRecord) -> dict[str, int]:
+def healing_counts(guard: GuardPolicy, healing: HealingHistory) -> dict[str, int]:
     """Returns the number of healings so far; empty without `guard.escalate=whatif`."""
     return {"guard/healings": len(healing.healed_by)} if guard.escalate == "whatif" else {}
 

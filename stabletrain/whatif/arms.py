@@ -29,22 +29,22 @@ from stabletrain.errors import ConfigError, did_you_mean
 NOTHING, SKIP, MOMENTS, BRIEF, MEAN = "nothing", "skip", "moments", "brief", "mean"
 
 RECORDED = "diagnosis or forecast"
-"""Who named an arm that stands in the run's record."""
+"""`Arm.named` of a fix that the run's record names."""
 
-MOST_FIXES = 5
+MAX_FIXES = 5
 """Number of named fixes that become arms: the best ones."""
 
-TIGHTER = 0.3
+CLIP_FACTOR = 0.3
 """Factor of `clipping.max_norm`."""
 
 BETA2 = 0.95
 
-WHILE = 50
+BRIEF_STEPS = 50
 """Steps past the trouble for which a brief arm lowers the learning rate: the first round goes further by default."""
 
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/.-]*=.+", re.DOTALL)
 
-NOT_AN_ARM = {
+FIXED_KEYS = {
     "resume": "every arm resumes the same state",
     "init_from": "every arm resumes the same state",
     "steps": "the arms are compared over the steps of the run",
@@ -54,7 +54,7 @@ NOT_AN_ARM = {
 }
 """Keys that an own arm cannot change, and why."""
 
-OWN = ("log_every", "eval_every", "report", "wandb", "forensics", "checkpoint", "hydra")
+SET_BY_WHATIF = ("log_every", "eval_every", "report", "wandb", "forensics", "checkpoint", "hydra")
 """Keys and groups that a what-if sets itself; none of them changes a step."""
 
 
@@ -111,28 +111,28 @@ def catalogue(
     return [
         Arm(NOTHING, about="many spikes do not come back"),
         Arm(SKIP, edit=SKIP, about="the batches of the trouble are never read"),
-        brief("lr_half_brief", choices, values, 0.5, max(step, last)),
-        brief("lr_fifth_brief", choices, values, 0.2, max(step, last)),
-        rate("lr_half", values, 0.5),
-        rate("lr_fifth", values, 0.2),
-        usual_rate(values, usual),
+        brief_lr("lr_half_brief", choices, values, 0.5, max(step, last)),
+        brief_lr("lr_fifth_brief", choices, values, 0.2, max(step, last)),
+        lower_lr("lr_half", values, 0.5),
+        lower_lr("lr_fifth", values, 0.2),
+        usual_lr(values, usual),
         rewarmup(choices, values, step),
-        tighter(values),
+        tighter_clip(values),
         Arm("zclip", ("clipping=zclip",)),
         Arm("qknorm", ("qknorm=layernorm",)),
         Arm("qkclip", ("qkclip=kimi",)),
         Arm("zloss", ("zloss=palm",)),
         Arm("softcap", ("softcap=gemma2",)),
-        beta2(values),
+        lower_beta2(values),
         stable_adamw(choices),
-        moments(choices, values),
-        mean(states),
+        reset_moments(choices, values),
+        mean_of_states(states),
         Arm("fp32", ("precision=fp32",), refused="" if precision in ("fp16", "fp8") else narrow),
         Arm("bf16", ("precision=bf16",), refused="" if precision in ("fp16", "fp8") else narrow),
     ]
 
 
-def rate(name: str, values: Mapping[str, Any], factor: float) -> Arm:
+def lower_lr(name: str, values: Mapping[str, Any], factor: float) -> Arm:
     """A lower learning rate until the end of the run."""
     value = values.get("optimizer.lr")
     if not isinstance(value, int | float):
@@ -140,7 +140,7 @@ def rate(name: str, values: Mapping[str, Any], factor: float) -> Arm:
     return Arm(name, (f"optimizer.lr={value * factor:.4g}",))
 
 
-def usual_rate(values: Mapping[str, Any], usual: float | None) -> Arm:
+def usual_lr(values: Mapping[str, Any], usual: float | None) -> Arm:
     """The learning rate of the option of `optimizer`: a rate may be so high that a fifth of it still is."""
     value = values.get("optimizer.lr")
     if not isinstance(value, int | float) or usual is None:
@@ -150,9 +150,9 @@ def usual_rate(values: Mapping[str, Any], usual: float | None) -> Arm:
     return Arm("lr_usual", (f"optimizer.lr={usual:g}",))
 
 
-def brief(name: str, choices: Mapping[str, str], values: Mapping[str, Any], factor: float, last: int) -> Arm:
+def brief_lr(name: str, choices: Mapping[str, str], values: Mapping[str, Any], factor: float, last: int) -> Arm:
     """A lower learning rate for a while. No option of `schedule` has one, but the guard has one for its rollbacks."""
-    end, total, kind = last + WHILE, values.get("steps", 0), choices.get("guard")
+    end, total, kind = last + BRIEF_STEPS, values.get("steps", 0), choices.get("guard")
     if kind != "rollback":
         return Arm(name, refused=f"guard={kind}: only guard=rollback can lower the learning rate for a while")
     if end >= total:
@@ -172,15 +172,15 @@ def rewarmup(choices: Mapping[str, str], values: Mapping[str, Any], step: int) -
     return Arm("rewarmup", (*(["warmup=linear"] if kind == "none" else []), f"warmup.steps={length}"))
 
 
-def tighter(values: Mapping[str, Any]) -> Arm:
+def tighter_clip(values: Mapping[str, Any]) -> Arm:
     """A tighter bound on the gradient norm; clipping of the norm if the run has no such bound."""
     bound = values.get("clipping.max_norm")
     if isinstance(bound, int | float):
-        return Arm("clip", (f"clipping.max_norm={bound * TIGHTER:.4g}",))
-    return Arm("clip", ("clipping=norm", f"clipping.max_norm={TIGHTER}"))
+        return Arm("clip", (f"clipping.max_norm={bound * CLIP_FACTOR:.4g}",))
+    return Arm("clip", ("clipping=norm", f"clipping.max_norm={CLIP_FACTOR}"))
 
 
-def beta2(values: Mapping[str, Any]) -> Arm:
+def lower_beta2(values: Mapping[str, Any]) -> Arm:
     """A second moment that forgets sooner."""
     betas = values.get("optimizer.betas")
     if not isinstance(betas, Sequence) or len(betas) != 2:
@@ -198,15 +198,15 @@ def stable_adamw(choices: Mapping[str, str]) -> Arm:
     return Arm("stable_adamw", ("optimizer=stable_adamw",))
 
 
-def moments(choices: Mapping[str, str], values: Mapping[str, Any]) -> Arm:
-    """The optimizer's state starts anew, and the weights are kept."""
+def reset_moments(choices: Mapping[str, str], values: Mapping[str, Any]) -> Arm:
+    """The optimizer's state starts at 0, and the weights are kept."""
     if choices.get("optimizer") == "sgd" and not values.get("optimizer.momentum"):
         return Arm(MOMENTS, refused="sgd without momentum has no moments")
     return Arm(MOMENTS, edit=MOMENTS, about="moments and step counters start at 0")
 
 
-def mean(states: tuple[int, ...]) -> Arm:
-    """The mean of the last healthy states; the initial weights are none of them."""
+def mean_of_states(states: tuple[int, ...]) -> Arm:
+    """The mean of the last healthy states, without the initial weights."""
     if len(states) < 2:
         return Arm(MEAN, refused="there is only one healthy state from before the trouble, and a mean needs two")
     *others, start = map(str, states)
@@ -223,7 +223,7 @@ def with_fixes(arms: Sequence[Arm], fixes: Sequence[str]) -> list[Arm]:
     """
     named = []
     left = list(arms)
-    for fix in fixes[:MOST_FIXES]:
+    for fix in fixes[:MAX_FIXES]:
         words = tuple(fix.split())
         known = next((arm for arm in left if arm.overrides == words), Arm(",".join(words), words))
         left = [arm for arm in left if arm is not known]
@@ -235,9 +235,9 @@ def own_arm(word: str) -> Arm:
     """Returns the arm of a typed `key=value[,key=value...]`; commas within brackets and quotes belong to the value.
 
     Raises:
-        ConfigError: it is none, or changes what all arms have in common.
+        ConfigError: the text is no arm, or changes what all arms have in common.
     """
-    pieces = split(word)
+    pieces = split_at_commas(word)
     for piece in pieces:
         if not OVERRIDE.fullmatch(piece):
             raise ConfigError(
@@ -246,14 +246,14 @@ def own_arm(word: str) -> Arm:
             )
         key = piece.lstrip("+~").partition("=")[0]
         group = key.partition(".")[0]
-        if (reason := NOT_AN_ARM.get(key) or NOT_AN_ARM.get(group)) is not None:
+        if (reason := FIXED_KEYS.get(key) or FIXED_KEYS.get(group)) is not None:
             raise ConfigError(f"{word}: an arm cannot change {key}: {reason}; fix: leave it out")
-        if key in OWN or group in OWN:
+        if key in SET_BY_WHATIF or group in SET_BY_WHATIF:
             raise ConfigError(f"{word}: a what-if sets {key} itself, and it changes no step; fix: leave it out")
     return Arm(",".join(pieces), tuple(pieces), named="you")
 
 
-def split(word: str) -> list[str]:
+def split_at_commas(word: str) -> list[str]:
     """Splits at the commas that are not within brackets, braces or quotes."""
     pieces, depth, quote = [""], 0, ""
     for letter in word:
@@ -269,7 +269,7 @@ def split(word: str) -> list[str]:
     return pieces
 
 
-def chosen(arms: Sequence[Arm], names: Sequence[str] | None, own: Sequence[Arm]) -> list[Arm]:
+def choose_arms(arms: Sequence[Arm], names: Sequence[str] | None, own: Sequence[Arm]) -> list[Arm]:
     """Returns the arms to run: `nothing`, those that are named, and the user's own.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Protocol, TypedDict, runtime_checkable
 
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 from stabletrain.machine.signals import StopRequest
@@ -20,24 +20,41 @@ from stabletrain.machine.slurm import FINAL_STATES, sbatch, scancel, states
 from stabletrain.printable import say
 from stabletrain.stored.json_files import DamagedFile, read_record
 from stabletrain.tracking.metrics import replace
+from stabletrain.whatif.arm_run import ArmRun
 from stabletrain.whatif.outcome import REFUSED
-from stabletrain.whatif.rounds import ArmArray, Leg
-from stabletrain.whatif.task import write_leg
+from stabletrain.whatif.task import write_arm_run
 
-ARRAYS, RECORD, LEG, LOG = "slurm", "array.json", "leg.json", "slurm.log"
+ARRAYS, RECORD, ARM_RUN, LOG = "slurm", "array.json", "leg.json", "slurm.log"
 """The folder of all arrays of a what-if; in the folder of one, its record; in the folder of a task, its files."""
 
-POLL = 5.0
+POLL_S = 5.0
 """Seconds between two questions to Slurm, which serves all users of the cluster."""
 
-TWO_LOOKS = POLL
+FAILED_AFTER_S = POLL_S
 """Seconds for which Slurm has to call a task failed: a requeued one could be seen so for a moment."""
 
-VISIBLE = 60.0
+VISIBLE_AFTER_S = 60.0
 """Seconds after which what a task has written is seen here, on a shared file system that caches folders."""
 
-TO_SAVE = 120.0
+SAVE_TIMEOUT_S = 120.0
 """Seconds to wait for the tasks of a cancelled array, which save their states."""
+
+
+@runtime_checkable
+class ArmArray(Protocol):
+    """What submits arms to Slurm. Its text says where they run: `a Slurm array on a100, one task per arm`."""
+
+    def script(self, folder: Path, arms: Sequence[Path]) -> str:
+        """Returns the text of the batch script.
+
+        Args:
+            folder: of the array; task n finds its arm in `<n>/leg.json`.
+            arms: the run folder of each task.
+
+        Raises:
+            ConfigError: what was asked for cannot be submitted.
+        """
+        ...
 
 
 class ArrayRecord(TypedDict):
@@ -55,7 +72,7 @@ class Task:
 
     Attributes:
         array: the folder of the array.
-        record: what is known of the array.
+        record: of the array.
         number: of the task.
     """
 
@@ -78,27 +95,27 @@ class Task:
         return known.get((self.record["job"], self.number), "")
 
 
-def run_array(legs: Sequence[Leg], slurm: ArmArray, told: Callable[[Leg], None]) -> None:
-    """Runs arms as an array, and waits until they are over; raises as `run_legs`.
+def run_array(runs: Sequence[ArmRun], slurm: ArmArray, on_over: Callable[[ArmRun], None]) -> None:
+    """Runs arms as an array, and waits until they are over; raises as `run_arms`.
 
     Args:
-        legs: arms of one round that are not over.
+        runs: arms of one round that are not over.
         slurm: submits them.
-        told: called with each arm that is over.
+        on_over: called with each arm that is over.
     """
-    if not legs:
+    if not runs:
         return
-    folder, mine = legs[0].folder.parent / ARRAYS, {leg.folder.name: leg for leg in legs}
+    folder, by_folder = runs[0].folder.parent / ARRAYS, {run.folder.name: run for run in runs}
     failed: list[str] = []
 
-    def settled(task: Task, state: str, since: float) -> bool:
-        leg = mine[task.arm]
-        if leg.over or (leg.folder / REFUSED).exists():
-            told(leg)
-        elif since < (VISIBLE if state in ("", "COMPLETED") else TWO_LOOKS):
+    def is_settled(task: Task, state: str, since: float) -> bool:
+        run = by_folder[task.arm]
+        if run.over or (run.folder / REFUSED).exists():
+            on_over(run)
+        elif since < (VISIBLE_AFTER_S if state in ("", "COMPLETED") else FAILED_AFTER_S):
             return False
         else:
-            failed.append(f"the arm {leg.arm.name} ended as {state or 'unknown to Slurm'}, its log is {task.log}")
+            failed.append(f"the arm {run.arm.name} ended as {state or 'unknown to Slurm'}, its log is {task.log}")
             say(f"{failed[-1]}; the other arms go on", flush=True)
         return True
 
@@ -107,20 +124,24 @@ def run_array(legs: Sequence[Leg], slurm: ArmArray, told: Callable[[Leg], None])
         def stopping() -> bool:
             return bool(request.name)
 
-        there = [task for task in queued(folder) if task.arm in mine]
-        same = [task for task in there if not task.record["cancelled"] and task.record["stop"] == legs[0].stop]
-        ending = [task for task in there if task not in same]  # its arm has to leave the folder first
-        if there:
-            say(f"array    {', '.join(jobs_of(there))} still runs {len(there)} of the arms: waits for it", flush=True)
+        # An array of an earlier command may still run: its tasks are waited for, and not submitted again.
+        live = [task for task in queued(folder) if task.arm in by_folder]
+        mine = [task for task in live if not task.record["cancelled"] and task.record["stop"] == runs[0].stop]
+        ending = [task for task in live if task not in mine]
+        if live:
+            say(f"array    {', '.join(jobs_of(live))} still runs {len(live)} of the arms: waits for it", flush=True)
+        # Tasks that were cancelled, or that run to another step, must end first: two processes must not write into
+        # the folder of one arm.
         wait(ending, lambda task, state, since: True, stopping)
         new = []
-        for leg in (leg for leg in legs if leg.folder.name not in {task.arm for task in same}):
-            told(leg) if leg.over else new.append(leg)
+        for run in (run for run in runs if run.folder.name not in {task.arm for task in mine}):
+            on_over(run) if run.over else new.append(run)
         if new and not request.name:
-            same += submit(new, slurm, folder)
-        wait(same, settled, stopping)
+            mine += submit(new, slurm, folder)
+        wait(mine, is_settled, stopping)
+        # No process waits for the arms any more, so they must not use the cluster's time.
         if request.name:
-            cancel([*same, *ending])
+            cancel([*mine, *ending])
             raise Interrupted(f"{request.name}: the array was cancelled", saved=True)
     with suppress(StabletrainError):
         queued(folder)  # forgets the arrays that have ended
@@ -128,31 +149,31 @@ def run_array(legs: Sequence[Leg], slurm: ArmArray, told: Callable[[Leg], None])
         raise StabletrainError(f"{'; '.join(failed)}; fix: type the command again, or leave the arm out with --arms")
 
 
-def check_not_queued(legs: Sequence[Leg]) -> None:
+def check_not_queued(runs: Sequence[ArmRun]) -> None:
     """Checks that no task of an array runs one of these arms, or waits to: two processes would write into its folder.
 
     Raises:
         ConfigError: one does, or Slurm does not say.
     """
-    for folder in {leg.folder.parent / ARRAYS for leg in legs}:
+    for folder in {run.folder.parent / ARRAYS for run in runs}:
         if not (records := sorted(folder.glob(f"*/{RECORD}"))):
             continue
         try:
-            there = [task for task in queued(folder) if task.arm in {leg.folder.name for leg in legs}]
+            live = [task for task in queued(folder) if task.arm in {run.folder.name for run in runs}]
         except StabletrainError as error:
             raise ConfigError(
                 f"{records[-1].parent}: this array may still run, and Slurm does not say ({error}); fix: type the "
                 f"command where squeue works, or delete {records[-1]} if the array has ended"
             ) from error
-        if there:
-            jobs = " ".join(jobs_of(there))
+        if live:
+            jobs = " ".join(jobs_of(live))
             raise ConfigError(
-                f"array {jobs} still runs {len(there)} of the arms; fix: add --slurm, which waits for it, or cancel it "
+                f"array {jobs} still runs {len(live)} of the arms; fix: add --slurm, which waits for it, or cancel it "
                 f"with scancel {jobs}"
             )
 
 
-def submit(legs: Sequence[Leg], slurm: ArmArray, folder: Path) -> list[Task]:
+def submit(runs: Sequence[ArmRun], slurm: ArmArray, folder: Path) -> list[Task]:
     """Submits arms as an array; returns its tasks.
 
     Raises:
@@ -163,22 +184,22 @@ def submit(legs: Sequence[Leg], slurm: ArmArray, folder: Path) -> list[Task]:
 
     number = max((int(each.name) for each in folder.glob("[0-9]*")), default=-1) + 1
     array = folder / f"{number:03d}"  # a new one: a task of an earlier array may still read its file
-    text = slurm.script(array, [leg.folder for leg in legs])
-    for task, leg in enumerate(legs):
+    text = slurm.script(array, [run.folder for run in runs])
+    for task, run in enumerate(runs):
         (array / str(task)).mkdir(parents=True)  # Slurm does not create the folder of a log file
         # Another number of threads would round sums differently: the arms must compare.
-        write_leg(leg, torch.get_num_threads(), array / str(task) / LEG)
-        (leg.folder / REFUSED).unlink(missing_ok=True)
+        write_arm_run(run, torch.get_num_threads(), array / str(task) / ARM_RUN)
+        (run.folder / REFUSED).unlink(missing_ok=True)
     script = array / "slurm.sh"
     replace(script, text)
     try:
         job = sbatch(script)
     except StabletrainError as error:
         raise StabletrainError(f"sbatch refused the array: {error}; its script is {script}") from error
-    record = ArrayRecord(job=job, stop=legs[0].stop, arms=[leg.folder.name for leg in legs], cancelled=False)
+    record = ArrayRecord(job=job, stop=runs[0].stop, arms=[run.folder.name for run in runs], cancelled=False)
     write_record(record, array)
-    say(f"array    {job}, {len(legs)} tasks, logs {array}/<n>/{LOG}; Ctrl-C cancels it", flush=True)
-    return [Task(array, record, task) for task in range(len(legs))]
+    say(f"array    {job}, {len(runs)} tasks, logs {array}/<n>/{LOG}; Ctrl-C cancels it", flush=True)
+    return [Task(array, record, task) for task in range(len(runs))]
 
 
 def write_record(record: ArrayRecord, array: Path) -> None:
@@ -240,7 +261,7 @@ def wait(
                     seen.pop(key, None)
                 elif settled(task, state, now - seen.setdefault(key, now)):
                     left.remove(task)
-        while left and not over() and time.monotonic() < now + POLL:
+        while left and not over() and time.monotonic() < now + POLL_S:
             time.sleep(0.1)
     return left
 
@@ -258,7 +279,10 @@ def cancel(tasks: Sequence[Task]) -> None:
             say(f"array {record['job']} still runs, scancel failed ({error}); fix: scancel {record['job']}", flush=True)
     if cancelled:
         say(f"array    {', '.join(cancelled)} is cancelled: waits until the arms have saved their states", flush=True)
-    end = time.monotonic() + TO_SAVE
+    end = time.monotonic() + SAVE_TIMEOUT_S
     saving = [task for task in tasks if task.record["job"] in cancelled]
     if left := wait(saving, lambda task, state, since: True, lambda: time.monotonic() > end):
-        say(f"{len(left)} of its tasks still end after {TO_SAVE:.0f} s; the same command waits for them", flush=True)
+        say(
+            f"{len(left)} of its tasks still end after {SAVE_TIMEOUT_S:.0f} s; the same command waits for them",
+            flush=True,
+        )

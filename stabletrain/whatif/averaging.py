@@ -19,20 +19,16 @@ from stabletrain.checkpoint.folder import Folder
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.config.resuming import acting
 from stabletrain.errors import ConfigError
-from stabletrain.whatif.base import Base
+from stabletrain.whatif.base import BaseRun
 
-COUNT = 3
+MAX_STATES = 3
 """Most states that are averaged, the start included."""
 
-BEFORE = "before"
+EARLIER_STATES = "before"
 """In the folder of a what-if: states that were saved while the start was computed again."""
 
 
-class MissingState(ConfigError):
-    """A state of the mean cannot be read, so the arm does not apply after all."""
-
-
-def averaged_steps(base: Base, step: int, tick: int, computed_from: int) -> tuple[int, ...]:
+def averaged_steps(base: BaseRun, step: int, tick: int, computed_from: int) -> tuple[int, ...]:
     """Returns the steps of the states that are averaged, oldest first; the last one is the start.
 
     Args:
@@ -40,12 +36,12 @@ def averaged_steps(base: Base, step: int, tick: int, computed_from: int) -> tupl
         step, tick: of the start.
         computed_from: the step from which the start is computed again; `step` if it was kept.
     """
-    every = base.guarded_at["every"]
+    every = base.guard_steps["every"]
     changes = base.record.get("changes", [])
     changed = max((each["step"] for each in changes if each["step"] <= step and acting(each["keys"])), default=0)
-    on_the_way = [each for each in range(every, step, every) if each > computed_from][-COUNT + 1 :]
+    on_the_way = [each for each in range(every, step, every) if each > computed_from][-MAX_STATES + 1 :]
     kept = (each.step for each in kept_before(base.run, step, tick))
-    found = [*on_the_way, *islice(kept, COUNT - 1 - len(on_the_way))]
+    found = [*on_the_way, *islice(kept, MAX_STATES - 1 - len(on_the_way))]
     return (*sorted(each for each in found if each > changed), step)
 
 
@@ -58,12 +54,12 @@ def kept_before(run: Path, step: int, tick: int) -> Iterator[Checkpoint]:
         tick: steps that the run had executed by then. A checkpoint that was written later is left out.
     """
     for each in reversed(Folder(run / "checkpoints", tell=lambda line: None).known()):
-        executed = ticks(each) if each.healthy and 0 < each.step < step else None
+        executed = executed_steps(each) if each.healthy and 0 < each.step < step else None
         if executed is not None and executed <= tick - (step - each.step):
             yield each
 
 
-def ticks(checkpoint: Checkpoint) -> int | None:
+def executed_steps(checkpoint: Checkpoint) -> int | None:
     """Returns the steps that a run had executed when it wrote a checkpoint; None if this cannot be read."""
     try:
         return int(checkpoint.load().get("tick", checkpoint.step))
@@ -71,7 +67,7 @@ def ticks(checkpoint: Checkpoint) -> int | None:
         return None
 
 
-def states_at(steps: Sequence[int], base: Base, start: Checkpoint, folder: Path) -> list[Checkpoint]:
+def states_at(steps: Sequence[int], base: BaseRun, start: Checkpoint, folder: Path) -> list[Checkpoint]:
     """Returns the states after `steps`, oldest first, the last of which is the start.
 
     Args:
@@ -81,14 +77,14 @@ def states_at(steps: Sequence[int], base: Base, start: Checkpoint, folder: Path)
         folder: of the what-if.
 
     Raises:
-        MissingState: one of them cannot be read, or was not healthy when it was computed again.
+        ConfigError: one of them cannot be read, or was not healthy when it was computed again.
     """
-    computed = [each for each in Folder(folder / BEFORE, tell=lambda line: None).known() if each.healthy]
-    kept = kept_before(base.run, start.step, ticks(start) or start.step)
-    found = {each.step: each for each in (*islice(kept, COUNT), *computed)} | {start.step: start}
+    computed = [each for each in Folder(folder / EARLIER_STATES, tell=lambda line: None).known() if each.healthy]
+    kept = kept_before(base.run, start.step, executed_steps(start) or start.step)
+    found = {each.step: each for each in (*islice(kept, MAX_STATES), *computed)} | {start.step: start}
     for step in steps:
         if step not in found:
-            raise MissingState(
+            raise ConfigError(
                 f"the state after step {step} is not in {base.run / 'checkpoints'}, or was not healthy; fix: leave "
                 "this arm out"
             )
@@ -96,14 +92,15 @@ def states_at(steps: Sequence[int], base: Base, start: Checkpoint, folder: Path)
 
 
 def mean_weights(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the mean of `state_dict`s, computed in float64; what is no floating-point number is that of the last.
+    """Returns the mean of `state_dict`s, computed in float64; integers are those of the last.
 
     Raises:
-        MissingState: they are not of the same model.
+        ConfigError: they are not of the same model.
     """
     newest = models[-1]
-    if any({name: each.shape for name, each in model.items()} != shapes(newest) for model in models):
-        raise MissingState("the states are not of the same model; fix: leave this arm out")
+    first, *others = ({name: each.shape for name, each in model.items()} for model in models)
+    if any(shapes != first for shapes in others):
+        raise ConfigError("the states are not of the same model; fix: leave this arm out")
     return {
         name: sum((model[name].double() for model in models), torch.zeros_like(last, dtype=torch.float64))
         .div(len(models))
@@ -112,8 +109,3 @@ def mean_weights(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         else last
         for name, last in newest.items()
     }
-
-
-def shapes(model: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Returns the shape of each tensor."""
-    return {name: each.shape for name, each in model.items()}

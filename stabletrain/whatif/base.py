@@ -1,4 +1,4 @@
-"""The run that an arm repeats: its command and settings at a step, and the command lines that resume a state of it."""
+"""The run that an arm repeats: its command and settings at a step, and the command lines that resume its states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ from stabletrain.errors import ConfigError
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import RunRecord, read_run_record
 
-QUIET = ("log_every=1", "report=false", "wandb=disabled", "forensics=off")
-"""Of every run that a what-if starts: the loss of each step, and nothing that is only for the user to look at."""
+QUIET_OVERRIDES = ("log_every=1", "report=false", "wandb=disabled", "forensics=off")
+"""Overrides of every run that a what-if starts: it logs each loss, and makes nothing that only the user looks at."""
 
-KEEPING = ("checkpoint.keep=1", "checkpoint.keep_best=false")
-"""Keep no more than an interruption needs."""
+KEEP_ONE_CHECKPOINT = ("checkpoint.keep=1", "checkpoint.keep_best=false")
+"""Overrides that keep no more than an interruption needs."""
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseRun:
     """A run as it was at a step.
 
     Attributes:
@@ -48,12 +48,12 @@ class Base:
     changes: tuple[str, ...] = ()
 
     @property
-    def guarded_at(self) -> dict[str, int]:
+    def guard_steps(self) -> dict[str, int]:
         """Steps between two states that the guard holds, and after which it takes one for healthy."""
         return {"every": self.get("guard.snapshot_every", 50), "after": self.get("guard.healthy_after", 20)}
 
     @property
-    def began_at_0(self) -> bool:
+    def started_at_step_0(self) -> bool:
         """Whether the run began at step 0, and not as a resume of another run's state."""
         typed = parse_arguments([*self.record.get("overrides", [])])
         return typed.value("resume") in (None, "none", "auto")
@@ -86,13 +86,13 @@ class Base:
         places = f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"
         return with_overrides(typed, *self.saving(overrides), *places)
 
-    def anew(self, overrides: Sequence[str], folder: Path) -> Arguments:
+    def restarted(self, overrides: Sequence[str], folder: Path) -> Arguments:
         """Returns the command line that repeats the run from step 0 in a new folder."""
         typed = merged(self.arguments, parse_arguments([*overrides]))
         return with_overrides(typed, *self.saving(overrides), "resume=none", f"hydra.run.dir={quoted(folder)}")
 
     def continued(self, overrides: Sequence[str], folder: Path) -> Arguments:
-        """Returns the command line that goes on in the folder of a run that one of the others has started."""
+        """Returns the command line that goes on in the folder of a run that `resumed` or `restarted` has started."""
         typed = merged(self.arguments, parse_arguments([*overrides]))
         return in_folder(with_overrides(typed, *self.saving(overrides), "resume=auto"), "hydra.run.dir", folder)
 
@@ -102,7 +102,7 @@ class Base:
         return ["checkpoint=default"] if off and not any(each.startswith("checkpoint=") for each in overrides) else []
 
 
-def read_base(run: Path, step: int) -> Base:
+def read_base(run: Path, step: int) -> BaseRun:
     """Returns a run as it was at a step.
 
     Raises:
@@ -123,7 +123,7 @@ def read_base(run: Path, step: int) -> Base:
     for change in changes:
         trust.check_arguments([], [change], run)
     plain = Arguments(first.options, [each for each in first.overrides if not each.startswith("hydra.")])
-    return Base(run, step, record, merged(plain, parse_arguments(changes)), found, tuple(changes))
+    return BaseRun(run, step, record, merged(plain, parse_arguments(changes)), found, tuple(changes))
 
 
 def changed_by(record: RunRecord, step: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Edits of a state: what some arms need, and no override can change. Each returns a new tree.
+"""Edits of a state, for the arms that need what no override can change. Each returns a new tree.
 
 | edit | what it changes |
 |---|---|
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.data.order import position
-from stabletrain.whatif.arms import BRIEF, MEAN, MOMENTS, SKIP, WHILE, Arm
+from stabletrain.whatif.arms import BRIEF, BRIEF_STEPS, MEAN, MOMENTS, SKIP, Arm
 from stabletrain.whatif.averaging import mean_weights
 from stabletrain.whatif.trouble import Trouble
 
-BEFORE = 10
+STEPS_BEFORE = 10
 """Steps before the trouble whose batches `skip` leaves out too: the update that did the harm comes before the spike."""
 
 
-def edited(tree: Tree, arm: Arm, trouble: Trouble, models: Sequence[Mapping[str, Tensor]] = ()) -> Tree:
+def apply_edit(tree: Tree, arm: Arm, trouble: Trouble, models: Sequence[Mapping[str, Tensor]] = ()) -> Tree:
     """Returns a state as an arm needs it.
 
     Args:
@@ -33,35 +33,35 @@ def edited(tree: Tree, arm: Arm, trouble: Trouble, models: Sequence[Mapping[str,
         models: for `mean`, the `state_dict` of each state, the newest last.
     """
     if arm.edit == SKIP:
-        return {**tree, "skipped": [*tree["skipped"], [*span_of(tree, trouble)]]}
+        return {**tree, "skipped": [*tree["skipped"], [*skipped_span(tree, trouble)]]}
     if arm.edit == BRIEF:
         guard = tree["parts"]["guard"]
-        lowered = slowed(guard["lowered"], tree["step"], trouble.last + WHILE, arm.factor)
+        lowered = lowered_rate(guard["lowered"], tree["step"], trouble.last + BRIEF_STEPS, arm.factor)
         return {**tree, "parts": {**tree["parts"], "guard": {**guard, "lowered": lowered}}}
     if arm.edit == MEAN:
         return {**tree, "model": mean_weights(models)}
     assert arm.edit == MOMENTS
     optimizer = tree["optimizer"]
-    return {**tree, "optimizer": {**optimizer, "state": zeroed(optimizer["state"])}}
+    return {**tree, "optimizer": {**optimizer, "state": with_zeros(optimizer["state"])}}
 
 
-def span_of(tree: Tree, trouble: Trouble) -> tuple[int, int]:
-    """Returns the data positions `[start, stop)` that `skip` leaves out: of the trouble, and `BEFORE` before it.
+def skipped_span(tree: Tree, trouble: Trouble) -> tuple[int, int]:
+    """Returns the data positions `[start, stop)` that `skip` leaves out: of the trouble, and `STEPS_BEFORE` before it.
 
-    Those that its rollbacks have skipped count too: bad data may be longer than what one rollback skips. Step s,
-    counted from 1, reads the batch of step number s - 1.
+    This includes what its rollbacks have skipped: bad data may be longer than what one rollback skips. Step s, counted
+    from 1, reads the batch of step number s - 1.
     """
-    start = max(tree["step"], trouble.first - 1 - BEFORE)
+    start = max(tree["step"], trouble.first - 1 - STEPS_BEFORE)
     stop = max(start, trouble.last - 1)
     return position(start, tree["skipped"]), max(position(stop, tree["skipped"]) + 1, trouble.read)
 
 
-def slowed(lowered: Sequence[Any], step: int, stop: int, factor: float) -> list[Any]:
+def lowered_rate(lowered: Sequence[Any], step: int, stop: int, factor: float) -> list[Any]:
     """Returns the guard's lowered learning rate: start step, stop step (exclusive) and factor.
 
     Args:
-        lowered: the one that it has, after an earlier rollback. It is one span, so what is left of it gets the product
-            of both factors, and the later stop: the rate of this arm is never above that of `nothing`.
+        lowered: the one of an earlier rollback. The guard has one span only. So if that one has not ended, the new one
+            has the product of both factors and the later stop: this arm's rate is never above that of `nothing`.
         step: steps done.
         stop: the last step with the lowered rate, counted from 1.
         factor: of the learning rate.
@@ -70,10 +70,10 @@ def slowed(lowered: Sequence[Any], step: int, stop: int, factor: float) -> list[
     return [step, max(stop, last), factor * earlier] if first <= step < last else [step, stop, factor]
 
 
-def zeroed(node: Any) -> Any:
+def with_zeros(node: Any) -> Any:
     """Returns an optimizer's state with 0 in place of every number, and the same shapes and dtypes."""
     if isinstance(node, dict):
-        return {key: zeroed(child) for key, child in node.items()}
+        return {key: with_zeros(child) for key, child in node.items()}
     if isinstance(node, Tensor):
         return node.new_zeros(node.shape)
     return type(node)(0) if isinstance(node, int | float) and not isinstance(node, bool) else node

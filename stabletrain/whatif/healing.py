@@ -13,10 +13,10 @@ import json
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any
 
 from stabletrain.checkpoint.folder import find, number, steps_in
 from stabletrain.checkpoint.tree import Tree
@@ -39,49 +39,30 @@ from stabletrain.errors import ConfigError, Interrupted, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.program import conf_folder
-from stabletrain.stored.json_files import Count, DamagedFile, read_record
+from stabletrain.stored.json_files import DamagedFile, read_record
 from stabletrain.stored.run_json import RUN, read_run_record
 from stabletrain.tracking import metrics
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.saved_states import HealingRecord
+from stabletrain.trainer.saved_states import HealingHistory
 from stabletrain.whatif.arms import NOTHING
-from stabletrain.whatif.command import locked
-from stabletrain.whatif.halts import Course, Halt, read_course
-from stabletrain.whatif.opening import kept, steps_text
+from stabletrain.whatif.budget import BudgetedWhatIf, check_not_stopped
+from stabletrain.whatif.driver import locked
+from stabletrain.whatif.halts import Halt, HaltHistory, Healing, HealingRecord, healing_of, read_halt_history
+from stabletrain.whatif.opening import origin_text, steps_text
 from stabletrain.whatif.page import write_whatif_page
-from stabletrain.whatif.plan import Asked, Plan, plan
-from stabletrain.whatif.report import Found, write_json
-from stabletrain.whatif.within import Within, check_not_stopped
+from stabletrain.whatif.plan import Plan, WhatIfOptions, plan
+from stabletrain.whatif.report import WhatIfResult, write_json
 
-WINNER = "healing.json"
+HEALING = "healing.json"
 """In the folder of a what-if: the arm that the run goes on with."""
+
+BEST = 2
+"""Number of arms in the second round."""
 
 NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 Ready = Callable[[TrainingRun], None]
 """Receives a run that is built, before its first step."""
-
-
-class Winner(TypedDict):
-    """The content of that file; for the last seven keys see `halts.Healing`.
-
-    Attributes:
-        start: the checkpoint that the arm resumed.
-        origin: step of the state from which the other arms started.
-        skipped: data positions `[start, stop)` that are never read in that state.
-        why: in a sentence, why the run goes on with this arm, or with none.
-    """
-
-    start: str
-    origin: Count
-    skipped: list[list[Count]]
-    why: str
-    to: Count
-    arm: str
-    settings: list[str]
-    base: list[str]
-    arms: list[str]
-    steps: Count
 
 
 class Healer:
@@ -121,17 +102,21 @@ class Healer:
             Interrupted: a signal arrived; the state is saved.
         """
         self._report = bool(cfg.report)
-        course = self._on_main(self._resumed_course) if cfg.resume == "auto" else Course()
+        history = self._on_main(self._resumed_history) if cfg.resume == "auto" else HaltHistory()
         while True:
-            winner = None if course.halt is None else self._heal(course, course.halt, cfg.guard.whatif_steps)
+            # A halt that nothing has followed yet: try fixes first. Then train on, with the best of them in force.
+            halt, healing = history.halt, None
+            if halt is not None:
+                healing = self._heal(history, halt, cfg.guard.whatif_steps)
+                history = history.after(healing)
             try:
-                return self._go_on(cfg, course, winner)
+                return self._go_on(cfg, history, halt, healing)
             except TrainingHalted as error:
                 halted = TrainingHalted(str(error))  # a new one: the traceback holds the model
                 halted.advice = self._advice = error.advice
-            gc.collect()
-            course = self._on_main(lambda: read_course(self._folder))
-            if course.halt is None:  # the machine is at fault, or no update was applied: no setting would help
+            gc.collect()  # the arms need the memory of the model that has halted
+            history = self._on_main(lambda: read_halt_history(self._folder))
+            if history.halt is None:  # the machine is at fault, or no update was applied: no setting would help
                 raise halted
 
     def _on_main(self, work: Callable, otherwise: Callable | None = None):
@@ -139,33 +124,31 @@ class Healer:
 
     # ---- the run
 
-    def _resumed_course(self) -> Course:
-        """Returns the course of a run that is resumed. A halt is over if the user resumes with another setting."""
-        course = read_course(self._folder)
-        if course.halt is None or not acting({key: ["", ""] for key in self._changed_keys()}):
-            return course
-        if read_winner(self._place(course.halt)) is not None:
-            return course
-        self._record("unhealed", course.halt, dict(no_winner(course.halt.step, "resumed with other settings")))
-        return replace(course, halt=None)
+    def _resumed_history(self) -> HaltHistory:
+        """Returns the halts of a run that is resumed. A halt is over if the user resumes with another setting."""
+        history = read_halt_history(self._folder)
+        if history.halt is None or not acting({key: ["", ""] for key in self._changed_keys()}):
+            return history
+        if read_healing(self._whatif_folder(history.halt)) is not None:
+            return history
+        step = history.halt.step
+        self._record("unhealed", history.halt, Healing(origin=step, to=step, why="resumed with other settings"))
+        return replace(history, halt=None)
 
     def _changed_keys(self) -> set[str]:
         """Returns the keys that the user has typed for this start, otherwise than for the run's first one."""
         first = {*recorded_arguments(self._folder).overrides}
         return {key_of(each) for each in self._typed if each not in first}
 
-    def _go_on(self, cfg: Any, course: Course, winner: Winner | None) -> float | None:
-        """Trains the run from where it is, with the overrides of its healings."""
+    def _go_on(self, cfg: Any, history: HaltHistory, halt: Halt | None, healing: Healing | None) -> float | None:
+        """Trains the run from where it is, with the overrides of its healings; after a healing it says so first."""
 
         def ready(run: TrainingRun) -> None:
-            resumed, arms = ([], []) if winner is None else ([winner["to"]], [winner["arm"]])
-            spent = course.spent + (0 if winner is None else winner["steps"])
-            run.saved.healing = HealingRecord(sorted({*course.kept, *resumed}), [*course.healed_by, *arms], spent)
-            if winner is not None and course.halt is not None:
-                self._announce(run, course.halt, winner)
+            run.saved.healing = HealingHistory(history.kept, history.healed_by, history.spent)
+            if halt is not None and healing is not None:
+                self._announce(run, halt, healing)
 
-        settings = course.settings if winner is None else winner["settings"]
-        if not settings and winner is None:
+        if not history.settings and healing is None:
             return self._train(cfg, ready)
         losses = []
 
@@ -174,7 +157,7 @@ class Healer:
             check(cfg)
             losses.append(self._train(cfg, ready))
 
-        run_as_job(self._arguments([*settings]), conf_folder(), job)
+        run_as_job(self._arguments(history.settings), conf_folder(), job)
         return losses[0]
 
     def _arguments(self, settings: list[str]) -> Arguments:
@@ -186,57 +169,63 @@ class Healer:
         arguments = in_folder(arguments, "hydra.run.dir", self._folder)
         return arguments if self._ranks.is_main else with_overrides(arguments, "hydra.output_subdir=null")
 
-    def _announce(self, run: TrainingRun, halt: Halt, winner: Winner) -> None:
+    def _announce(self, run: TrainingRun, halt: Halt, healing: Healing) -> None:
         """Records in the healed run's log where it goes on, and with what."""
         tracker = run.output.tracker
-        tracker.mark(winner["to"], halt.tick)
+        tracker.mark(healing.to, halt.tick)
         text = (
-            f"step {halt.step}: halted: {halt.reason}: healed by {winner['arm']}, from step {winner['to']} on; "
-            f"{winner['steps']:,} steps were spent on {len(winner['arms'])} arms. {winner['why']}"
+            f"step {halt.step}: halted: {halt.reason}: healed by {healing.arm}, from step {healing.to} on; "
+            f"{healing.steps:,} steps were spent on {len(healing.arms)} arms. {healing.why}"
         )
-        tracker.event("heal", halt.step, tick=halt.tick, reason=halt.reason, **winner, text=text)
+        tracker.event("heal", halt.step, tick=halt.tick, reason=halt.reason, **asdict(healing), text=text)
         tracker.note(text)
         tracker.alert("heal", text)
         healed_by = run.saved.healing.healed_by
         tracker.summary({"guard/healings": len(healed_by), "guard/healed_by": ", ".join(healed_by)})
-        self._on_main(lambda: drop_states(self._place(halt)))
+        self._on_main(lambda: drop_states(self._whatif_folder(halt)))
 
     # ---- the what-if
 
-    def _place(self, halt: Halt) -> Path:
+    def _whatif_folder(self, halt: Halt) -> Path:
         return self._folder / "whatif" / f"halt-{halt.tick:08d}"
 
-    def _heal(self, course: Course, halt: Halt, budget: int) -> Winner:
+    def _heal(self, history: HaltHistory, halt: Halt, budget: int) -> Healing:
         """Returns the arm to go on with, from the checkpoint that is now the run's newest.
 
         Raises:
             TrainingHalted: there is none.
             Interrupted: a signal arrived; the states are saved.
         """
-        place = self._place(halt)
+        folder = self._whatif_folder(halt)
         with ExitStack() as stack:
             signals = stack.enter_context(StopRequest() if self._listening else NoStopRequest())
-            self._on_main(lambda: stack.enter_context(locked(place)), lambda: None)
-            winner = self._on_main(lambda: read_winner(place))
-            if winner is None:
+            self._on_main(lambda: stack.enter_context(locked(folder)), lambda: None)
+
+            # The decision is on disk before it is acted on: a process that resumes a killed one does not decide again.
+            healing = self._on_main(lambda: read_healing(folder))
+            if healing is None:
                 self._set_status("running", None)
                 with self._noting_interruption():
-                    winner = self._try(course, halt, place, budget - course.spent, signals)
-                self._on_main(lambda: metrics.replace(place / WINNER, json.dumps(winner, indent=2) + "\n"))
-            if not winner["arm"]:
-                self._on_main(lambda: self._record("unhealed", halt, dict(winner)))
-                self._on_main(lambda: drop_states(place))
-                spent = {"guard/whatif_steps": course.spent + winner["steps"]}
-                self._set_status("halted", f"step {halt.step}: {halt.reason}; {winner['why']}", spent)
+                    healing = self._try(history, halt, folder, budget - history.spent, signals)
+                self._on_main(lambda: metrics.replace(folder / HEALING, json.dumps(asdict(healing), indent=2) + "\n"))
+
+            # No arm holds: the run ends as it would have ended without a what-if, and says what was tried.
+            if not healing.arm:
+                self._on_main(lambda: self._record("unhealed", halt, healing))
+                self._on_main(lambda: drop_states(folder))
+                reason = f"step {halt.step}: {halt.reason}; {healing.why}"
+                self._set_status("halted", reason, {"guard/whatif_steps": history.spent + healing.steps})
                 # The page was written at the halt, before anything was tried.
                 self._on_main(lambda: write_if_missing(self._folder, self._report))
-                halted = TrainingHalted(f"step {halt.step}: {halt.reason}; {winner['why']}")
+                halted = TrainingHalted(reason)
                 halted.advice = self._advice
                 raise halted
-            self._on_main(lambda: install(self._folder, halt, winner))
+
+            # The start of the best arm becomes the newest checkpoint of the run, which then resumes it as any other.
+            self._on_main(lambda: install(self._folder, halt, healing))
             with self._noting_interruption():
                 check_not_stopped(self._ranks, signals)  # the run itself listens only from its first step on
-        return winner
+        return healing
 
     @contextmanager
     def _noting_interruption(self) -> Generator[None]:
@@ -248,33 +237,33 @@ class Healer:
             raise
 
     def _try(
-        self, course: Course, halt: Halt, place: Path, budget: int, signals: StopRequest | NoStopRequest
-    ) -> Winner:
+        self, history: HaltHistory, halt: Halt, folder: Path, budget: int, signals: StopRequest | NoStopRequest
+    ) -> Healing:
         """Runs a what-if, and returns its winner; raises Interrupted."""
-        none = no_winner()
         try:
-            planned = self._on_main(lambda: plan_after(halt, course, self._folder, place))
+            planned = self._on_main(lambda: plan_after(halt, history, self._folder, folder))
         except ConfigError as error:
-            return {**none, "why": f"no fix could be tried: {error}"}
-        none: Winner = {**no_winner(planned.origin.step), "base": [*planned.base.changes]}
-        within = Within(planned, budget, self._ranks, self._tell, self._live, signals)
+            return Healing(why=f"no fix could be tried: {error}")
+        step = planned.origin.step
+        none = Healing(origin=step, to=step, base=[*planned.base.changes])
         if not planned.arms:
-            return {**none, "why": f"no fix is left to try from step {planned.origin.step}"}
-        if not within.affordable:
-            return {
-                **none,
-                "why": f"trying a fix takes {planned.origin.steps + within.length:,} steps, and {max(budget, 0):,} of "
-                "guard.whatif_steps are left; fix: raise it",
-            }
+            return replace(none, why=f"no fix is left to try from step {step}")
+        what_if = BudgetedWhatIf(planned, budget=budget, show=self._tell, live=self._live, signals=signals)
+        if not what_if.affordable:
+            why = (
+                f"trying a fix takes {planned.origin.steps + what_if.first_round_steps:,} steps, and "
+                f"{max(budget, 0):,} of guard.whatif_steps are left; fix: raise it"
+            )
+            return replace(none, why=why)
         if self._ranks.is_main:
-            for line in opening(within, halt):
+            for line in opening(what_if, halt):
                 self._tell(line)
         try:
-            found = within.run()
+            result = what_if.run()
         except ConfigError as error:
-            return {**none, "why": f"no fix could be tried: {error}", "steps": within.spent}
-        none |= {"arms": within.tried, "steps": within.spent}
-        return self._on_main(lambda: winner_of(found, none))
+            return replace(none, why=f"no fix could be tried: {error}", steps=what_if.spent)
+        tried = replace(none, arms=[*what_if.starts], steps=what_if.spent)
+        return self._on_main(lambda: winner_of(result, tried))
 
     # ---- the record
 
@@ -293,38 +282,22 @@ class Healer:
 
         self._on_main(set_status)
 
-    def _record(self, kind: str, halt: Halt, fields: dict) -> None:
+    def _record(self, kind: str, halt: Halt, healing: Healing) -> None:
         """Appends an event to the log of a run that is not running."""
         log = metrics.Metrics(self._folder)
-        log.event(kind, halt.step, tick=halt.tick, reason=halt.reason, **fields)
+        log.event(kind, halt.step, tick=halt.tick, reason=halt.reason, **asdict(healing))
         log.close()
 
 
-def no_winner(step: int = 0, why: str = "") -> Winner:
-    """Returns that there is no winner among arms from a step, none of which was tried so far."""
-    return {
-        "start": "",
-        "origin": step,
-        "skipped": [],
-        "why": why,
-        "to": step,
-        "arm": "",
-        "settings": [],
-        "base": [],
-        "arms": [],
-        "steps": 0,
-    }
-
-
-def read_winner(place: Path) -> Winner | None:
-    """Returns the winner of a what-if; None if it is not over."""
+def read_healing(folder: Path) -> Healing | None:
+    """Returns what a what-if has decided; None if it is not over."""
     try:
-        return read_record(place / WINNER, Winner)
+        return healing_of(read_record(folder / HEALING, HealingRecord))
     except DamagedFile:
         return None
 
 
-def plan_after(halt: Halt, course: Course, run: Path, place: Path) -> Plan:
+def plan_after(halt: Halt, history: HaltHistory, run: Path, folder: Path) -> Plan:
     """Returns what to try after a halt: all arms that apply but those that were tried from the same state before.
 
     `nothing` is not among them: that is what has halted.
@@ -332,57 +305,61 @@ def plan_after(halt: Halt, course: Course, run: Path, place: Path) -> Plan:
     Raises:
         ConfigError: there is no state to start from.
     """
-    planned = plan(Asked(run))
-    tried = {NOTHING, *course.tried(planned.origin.step, planned.base.changes)}
-    return replace(planned, place=place, arms=[arm for arm in planned.arms if arm.name not in tried])
+    planned = plan(WhatIfOptions(run, best=BEST))
+    tried = {NOTHING, *history.tried(planned.origin.step, planned.base.changes)}
+    return replace(planned, place=folder, arms=[arm for arm in planned.arms if arm.name not in tried])
 
 
-def opening(within: Within, halt: Halt) -> list[str]:
+def opening(what_if: BudgetedWhatIf, halt: Halt) -> list[str]:
     """Returns what the user is told before the first arm."""
-    planned, count = within.plan, len(within.plan.arms)
-    origin, trouble = planned.origin, planned.trouble
-    second = f", {within.longer:,} more for the best two" if within.longer else ""
+    planned = what_if.plan
+    origin, steps = planned.origin, what_if.second_round_steps
+    second = f", {steps:,} more for the best two" if steps else ""
     return [
         f"what-if  step {halt.step:,}: halted: {halt.reason}",
-        f"what-if  the trouble: {steps_text(trouble)}; fixes are tried from step {origin.step:,}, {kept(origin)}",
-        f"what-if  up to {count} arms of {within.length:,} steps{second}, within {within.budget:,} steps: "
-        f"{', '.join(arm.name for arm in planned.arms)}",
+        f"what-if  the trouble: {steps_text(planned.trouble)}; fixes are tried from step {origin.step:,}, "
+        f"{origin_text(origin)}",
+        f"what-if  up to {len(planned.arms)} arms of {what_if.first_round_steps:,} steps{second}, within "
+        f"{what_if.budget:,} steps: {', '.join(arm.name for arm in planned.arms)}",
     ]
 
 
-def winner_of(found: Found | None, none: Winner) -> Winner:
-    """Returns the arm to go on with, and writes the what-if's table and page. It is called on the main process only."""
-    assert found is not None
-    write_json(found)
-    page = write_whatif_page(found)
-    name = found.ranking.winner
+def winner_of(result: WhatIfResult, tried: Healing) -> Healing:
+    """Returns the arm to go on with, and writes the what-if's table and page. It is called on the main process only.
+
+    Args:
+        result: of the what-if.
+        tried: the healing without an arm.
+    """
+    write_json(result)
+    page = write_whatif_page(result)
+    name = result.ranking.winner
     if not name:
-        return {**none, "why": f"none of {len(none['arms'])} fixes holds ({page})"}
-    arm = next(each.outcome.arm for each in found.ranking.places if each.outcome.arm.name == name)
-    state = find(found.starts[name])
-    settings = merged(Arguments([], none["base"]), parse_arguments([*arm.overrides])).overrides
-    return {
-        **none,
-        "arm": name,
-        "why": f"{found.ranking.verdict}",
-        "settings": settings,
-        "start": str(state.path),
-        "to": state.step,
-        "skipped": [[int(first), int(last)] for first, last in state.load()["skipped"]],
-    }
+        return replace(tried, why=f"none of {len(tried.arms)} fixes holds ({page})")
+    arm = next(each.outcome.arm for each in result.ranking.places if each.outcome.arm.name == name)
+    state = find(result.starts[name])
+    return replace(
+        tried,
+        arm=name,
+        why=result.ranking.verdict,
+        settings=merged(Arguments([], tried.base), parse_arguments([*arm.overrides])).overrides,
+        start=str(state.path),
+        to=state.step,
+        skipped=[[int(first), int(last)] for first, last in state.load()["skipped"]],
+    )
 
 
-def install(run: Path, halt: Halt, winner: Winner) -> None:
+def install(run: Path, halt: Halt, healing: Healing) -> None:
     """Makes the state from which an arm started the newest checkpoint of the run, which goes on from there.
 
     Time, data and counts go on from the halt, as after a rollback. The guard's retained states are forgotten, as in the
     arm itself: a rollback goes back to this state at most.
     """
-    start = find(Path(winner["start"]))
+    start = find(Path(healing.start))
     tree = start.load()
     write(
         run / "checkpoints",
-        {**tree, "tick": halt.tick, "parts": going_on_with(tree, halt)},
+        {**tree, "tick": halt.tick, "parts": with_counts_of_halt(tree, halt)},
         step=start.step,
         info=start.info,
         healthy=True,
@@ -393,13 +370,13 @@ def install(run: Path, halt: Halt, winner: Winner) -> None:
             remove(path)
 
 
-def drop_states(place: Path) -> None:
+def drop_states(folder: Path) -> None:
     """Deletes the states of a what-if that is over: the run has the one that it goes on from."""
-    for folder in place.iterdir():
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    for each in folder.iterdir():
+        shutil.rmtree(each / "checkpoints", ignore_errors=True)
 
 
-def going_on_with(tree: Tree, halt: Halt) -> Tree:
+def with_counts_of_halt(tree: Tree, halt: Halt) -> Tree:
     """Returns the parts of a state, with the counts that going back does not undo."""
     parts = {name: {**part, **halt.counts.get(name, {})} for name, part in tree["parts"].items()}
     guard, history = tree["parts"]["guard"], parts["history"]

@@ -23,14 +23,14 @@ from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.run import TrainingRun
 
-LINES = 50
+STEPS_PER_LINE = 50
 """Steps between two lines of an arm's `output.txt`."""
 
 REACHED, NOT_FINITE = "what-if", "the loss is not finite"
-"""Why a run of a what-if stops; its `run.json` begins the reason with it."""
+"""Why a run of a what-if stops: the reason in its `run.json` begins with one of these."""
 
 
-class Until(NoStopRequest):
+class StopWhen(NoStopRequest):
     """Asks the run to stop when a condition holds, or when a signal arrives.
 
     Args:
@@ -41,7 +41,7 @@ class Until(NoStopRequest):
     def __init__(self, over: Callable[[], str], listening: bool = True) -> None:
         self._signals, self._over = StopRequest() if listening else NoStopRequest(), over
 
-    def __enter__(self) -> "Until":
+    def __enter__(self) -> "StopWhen":
         self._signals.__enter__()
         return self
 
@@ -79,15 +79,17 @@ def train_until(
 
     def job(cfg: DictConfig, folder: Path) -> None:
         check(cfg)
-        run = build(cfg, folder, InSweep(LINES, folder, label, live))
-        if reached(run):  # there is nothing to train: the state is the one at step 0, or that of the resume
+        run = build(cfg, folder, InSweep(STEPS_PER_LINE, folder, label, live))
+        if reached(run):  # nothing is left to train: the state at step 0, or that of the resume, is saved as it is
             run.saved.save(None, healthy=True)
             run.saved.checkpoints.wait()
             run.data.batches.close()
             run.output.tracker.close(0)
             run.output.folder.finish("preempted", REACHED, {"steps": run.state.step, "ticks": run.state.executed_steps})
             return
-        until = Until(lambda: why_over(run, reached), listening)
+        # An arm is stopped as a signal stops a run, so no setting differs from those of the resume that it is. A lower
+        # `steps`, for one, would change the learning rates of its schedule.
+        until = StopWhen(lambda: reason_over(run, reached), listening)
         try:
             train(run, until)
         except TrainingHalted:  # a result
@@ -103,7 +105,7 @@ def train_until(
         run_as_job(arguments, conf_folder(), job)
 
 
-def why_over(run: TrainingRun, reached: Callable[[TrainingRun], bool]) -> str:
+def reason_over(run: TrainingRun, reached: Callable[[TrainingRun], bool]) -> str:
     """Returns why a run of a what-if is over; empty if it is not."""
     if reached(run):
         return REACHED

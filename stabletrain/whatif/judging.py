@@ -1,7 +1,7 @@
 """Which arms apply: the checks of a configuration and the table of resumes decide, as for a resume that is typed.
 
-An arm is refused with the sentence that the same resume would be refused with. An arm that changes no step is refused
-too: the run has it already.
+An arm is refused with the sentence that refuses the same resume. An arm that changes no step is refused too, because
+the run has it already.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from stabletrain.config.resuming import GROUPS, acting, changed_keys, check_resu
 from stabletrain.errors import ConfigError
 from stabletrain.program import conf_folder
 from stabletrain.whatif.arms import NOTHING, RECORDED, Arm
-from stabletrain.whatif.base import Base
+from stabletrain.whatif.base import BaseRun
 
 
-def judged(arm: Arm, base: Base) -> Arm:
+def judged(arm: Arm, base: BaseRun) -> Arm:
     """Returns an arm with the reason for which it applies, or does not. Builds and writes nothing."""
     if arm.refused or (arm.edit and not arm.overrides):
         return arm
@@ -40,7 +40,7 @@ def judged(arm: Arm, base: Base) -> Arm:
     return replace(arm, about=arm.about or about(changes))
 
 
-def usual_rate(base: Base) -> float | None:
+def usual_lr(base: BaseRun) -> float | None:
     """Returns the learning rate that the run's option of `optimizer` has by itself; None if there is none."""
     chosen = Arguments(base.arguments.options, [f"optimizer={base.settings.choices.get('optimizer')}"])
     try:
@@ -59,7 +59,7 @@ def about(changes: Mapping[str, Sequence[Any]]) -> str:
     return ", ".join(f"{key} {changes[key][0]} -> {changes[key][1]}" for key in acting(changes))
 
 
-def judge_all(arms: Sequence[Arm], base: Base) -> list[Arm]:
+def judge_all(arms: Sequence[Arm], base: BaseRun) -> list[Arm]:
     """Returns the arms with their reasons.
 
     Raises:

@@ -5,27 +5,27 @@ from collections.abc import Sequence
 from stabletrain.printable import one_line
 from stabletrain.stored.run_json import RUN
 from stabletrain.whatif.arms import Arm
-from stabletrain.whatif.base import Base
-from stabletrain.whatif.plan import Asked, Plan, plan
+from stabletrain.whatif.base import BaseRun
+from stabletrain.whatif.plan import Plan, WhatIfOptions, plan
 from stabletrain.whatif.start import Origin
 from stabletrain.whatif.trouble import Trouble
 
 
-def opening(planned: Plan, asked: Asked) -> str:
+def opening(planned: Plan, options: WhatIfOptions) -> str:
     """Returns the lines that say what is going to happen, and the price."""
     base, origin, trouble = planned.base, planned.origin, planned.trouble
     count, first = len(planned.arms), planned.rounds[0] - origin.step
     lines = [
         f"run      {base.run}",
         f"trouble  {steps_text(trouble)}: {trouble.text}",
-        f"start    the state after step {origin.step:,}, {kept(origin, base.repeats_exactly)}",
+        f"start    the state after step {origin.step:,}, {origin_text(origin, base.repeats_exactly)}",
     ]
     refused = f"; {len(planned.refused)} do not apply (--list says why)" if planned.refused else ""
     lines.append(f"arms     {', '.join(arm.name for arm in planned.arms)}{refused}")
-    lines.append(f"how      {way(asked)}")
+    lines.append(f"how      {how_text(options)}")
     price = f"first round {count} x {first:,} = {count * first:,} steps"
     total = origin.steps + count * first
-    most = min(count, asked.best + 1)
+    most = min(count, options.best + 1)
     if len(planned.rounds) > 1:
         longer = planned.rounds[1] - planned.rounds[0]
         price += f", second at most {most} x {longer:,} = {most * longer:,} steps"
@@ -36,7 +36,7 @@ def opening(planned: Plan, asked: Asked) -> str:
         total += runs * each
     again = f"{origin.steps:,} steps to compute the state, " if origin.steps else ""
     done = "; what an earlier call has done is kept" if (planned.folder / "start" / RUN).exists() else ""
-    lines.append(f"price    {again}{price}{duration(base, total, asked)}{done}")
+    lines.append(f"price    {again}{price}{duration(base, total, options)}{done}")
     return "\n".join(one_line(line) for line in lines)
 
 
@@ -52,7 +52,7 @@ def steps_text(trouble: Trouble) -> str:
     )
 
 
-def kept(origin: Origin, exactly: bool = True) -> str:
+def origin_text(origin: Origin, exactly: bool = True) -> str:
     """Says where the state comes from, and whether a state that is computed again has the same bits."""
     if not origin.steps and origin.source is not None:
         return f"from {origin.source.path.name}"
@@ -63,14 +63,16 @@ def kept(origin: Origin, exactly: bool = True) -> str:
     return f"which was not kept: computed again from {begin}{alike}"
 
 
-def way(asked: Asked) -> str:
+def how_text(options: WhatIfOptions) -> str:
     """Says how the arms run."""
-    if asked.slurm is not None:
-        return f"as {asked.slurm}"
-    return "one arm after the other" if asked.jobs == 1 else f"{asked.jobs} arms at once, each in a process of its own"
+    if options.slurm is not None:
+        return f"as {options.slurm}"
+    return (
+        "one arm after the other" if options.jobs == 1 else f"{options.jobs} arms at once, each in a process of its own"
+    )
 
 
-def duration(base: Base, steps: int, asked: Asked) -> str:
+def duration(base: BaseRun, steps: int, options: WhatIfOptions) -> str:
     """Returns about how long a number of steps takes; empty if the run has not recorded its speed.
 
     In Slurm this is the time of all tasks together: the queue decides how many run at once.
@@ -79,21 +81,21 @@ def duration(base: Base, steps: int, asked: Asked) -> str:
     seconds, ticks = final.get("seconds"), final.get("ticks", final.get("steps"))
     if not isinstance(seconds, int | float) or not isinstance(ticks, int | float) or ticks <= 0:
         return ""
-    spent = seconds / ticks * steps / (1 if asked.slurm else asked.jobs)
+    spent = seconds / ticks * steps / (1 if options.slurm else options.jobs)
     text = f"; about {spent:.0f} s" if spent < 120 else f"; about {spent / 60:.0f} min"
-    return f"{text} in all" if asked.slurm else text
+    return f"{text} in all" if options.slurm else text
 
 
-def listing(asked: Asked) -> str:
+def listing(options: WhatIfOptions) -> str:
     """Returns every arm with the reason for which it applies or does not; writes nothing."""
-    planned = plan(asked)
+    planned = plan(options)
     head = (
         f"arms from the state after step {planned.origin.step:,} of {planned.base.run}; the trouble: "
         f"{steps_text(planned.trouble)}"
     )
     width = max(len(arm.name) for arm in (*planned.arms, *planned.refused))
     parts = (("these apply:", planned.arms), ("these do not:", planned.refused))
-    lines = [head, f"they run {way(asked)}"]
+    lines = [head, f"they run {how_text(options)}"]
     for title, arms in parts:
         lines += ["", title] if arms else []
         for arm in arms:

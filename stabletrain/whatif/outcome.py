@@ -23,11 +23,11 @@ REFUSED = "refused.txt"
 """In an arm's folder: why its run could not be built."""
 
 MANY_SKIPS = 0.01
-"""Share of skipped steps above which the trouble has come back. A single skip is never enough: it changes nothing."""
+"""Share of skipped steps above which the trouble has come back. One skip is never enough: it changes nothing."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class StartFacts:
     """What the outcomes need to know of the state that an arm started from.
 
     Attributes:
@@ -44,12 +44,12 @@ class Facts:
     first_loss: float = math.nan
 
 
-def facts_of(checkpoint: Checkpoint) -> Facts:
+def start_facts(checkpoint: Checkpoint) -> StartFacts:
     """Returns the facts of a checkpoint."""
     tree = checkpoint.load()
     history: Mapping[str, Any] = tree["parts"]["history"]
     first = [loss for loss in history.get("first_losses", []) if math.isfinite(loss)]
-    return Facts(
+    return StartFacts(
         tree["step"],
         tree.get("tick", tree["step"]),
         float(history.get("seconds", 0.0)),
@@ -121,7 +121,7 @@ def is_over(folder: Path, stop: int) -> bool:
     return status == "preempted" and isinstance(done, int) and done >= stop
 
 
-def read_outcome(arm: Arm, folder: Path, start: Facts, until: int) -> Outcome:
+def read_outcome(arm: Arm, folder: Path, start: StartFacts, until: int) -> Outcome:
     """Reads how an arm ended. An arm whose run could not be built is one that broke before its first step.
 
     Args:
@@ -150,15 +150,15 @@ def read_outcome(arm: Arm, folder: Path, start: Facts, until: int) -> Outcome:
         len(run.skips),
         run.rollbacks,
         tuple(dict.fromkeys(str(each["signal"]) for each in run.forecasts)),
-        losses_by_batch(run, spans(folder, start), until),
+        losses_by_batch(run, skipped_spans(folder, start), until),
         float(at_end[-1]) if len(at_end) else math.nan,
         spent / ticks if ticks > 0 else math.nan,
         run,
     )
 
 
-def spans(folder: Path, start: Facts) -> list[tuple[int, int]]:
-    """Returns the data positions `[start, stop)` that an arm has skipped, those of its rollbacks included."""
+def skipped_spans(folder: Path, start: StartFacts) -> list[tuple[int, int]]:
+    """Returns the data positions `[start, stop)` that an arm has skipped, also by rollbacks."""
     found = [(int(first), int(last)) for first, last in start.skipped]
     for line in read_jsonl(folder / "events.jsonl"):
         if line.get("event") == "rollback" and line.get("skipped"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from stabletrain.comparison.pages import charts
 from stabletrain.comparison.pages.rendering import page, write
-from stabletrain.whatif.report import HEAD, Found, about_table, between, command, cut, decimals, rows, signed
+from stabletrain.whatif.report import HEAD, WhatIfResult, about_table, between, command, cut, decimals, rows, signed
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "arms.js"]
 STYLES = ["uplot.min.css", "page.css"]
@@ -18,16 +18,16 @@ POINTS = 400
 """Maximum number of points of a curve."""
 
 
-def write_whatif_page(found: Found) -> Path:
+def write_whatif_page(found: WhatIfResult) -> Path:
     """Writes the page into the folder of the what-if, and returns its path; raises OSError if that fails."""
     file = found.folder / "whatif.html"
     write(whatif_page(found), file)
     return file
 
 
-def whatif_page(found: Found) -> str:
+def whatif_page(found: WhatIfResult) -> str:
     """Returns the HTML of the page."""
-    places = [*found.ranking.places, *found.out]
+    places = [*found.ranking.places, *found.first_round_only]
     curves = [
         {
             **charts.chart_data(each.outcome.run, POINTS),
@@ -62,7 +62,7 @@ def whatif_page(found: Found) -> str:
     )
 
 
-def by_seed(found: Found) -> list[tuple[bool, tuple[str, ...]]]:
+def by_seed(found: WhatIfResult) -> list[tuple[bool, tuple[str, ...]]]:
     """Returns the cells of each arm with each seed, and whether it broke."""
     lines = []
     for each in found.ranking.places:

@@ -6,23 +6,23 @@ from pathlib import Path
 
 from stabletrain.errors import ConfigError
 from stabletrain.stored.trusted import check_links
-from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
+from stabletrain.whatif.arms import Arm, catalogue, choose_arms, own_arm, with_fixes
+from stabletrain.whatif.array import ArmArray
 from stabletrain.whatif.averaging import averaged_steps
-from stabletrain.whatif.base import Base, read_base
-from stabletrain.whatif.judging import judge_all, usual_rate
-from stabletrain.whatif.rounds import ArmArray
+from stabletrain.whatif.base import BaseRun, read_base
+from stabletrain.whatif.judging import judge_all, usual_lr
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin
-from stabletrain.whatif.statistics import LEAST
+from stabletrain.whatif.statistics import MIN_BLOCKS
 from stabletrain.whatif.target import find_target
 from stabletrain.whatif.trouble import Trouble, find_trouble
 
-FEWEST = LEAST * LEAST
+MIN_BATCHES = MIN_BLOCKS * MIN_BLOCKS
 """Batches below which a difference has no interval."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user asked for.
+class WhatIfOptions:
+    """What the user asks of a what-if.
 
     Attributes:
         path: a run folder, an incident or a checkpoint.
@@ -50,12 +50,14 @@ class Asked:
 
     def check(self) -> None:
         """Checks the numbers; raises ConfigError."""
-        bounds = {"--past": (self.past, FEWEST), "--steps": (self.steps, 0), "--best": (self.best, 1)}
+        bounds = {"--past": (self.past, MIN_BATCHES), "--steps": (self.steps, 0), "--best": (self.best, 1)}
         for name, (value, lowest) in {**bounds, "--jobs": (self.jobs, 1), "--seeds": (self.seeds, 1)}.items():
             if value < lowest:
                 raise ConfigError(f"{name} {value} is below {lowest}; fix: {name} {lowest} or more")
-        if 0 < self.steps < FEWEST:
-            raise ConfigError(f"--steps {self.steps} is below {FEWEST}; fix: --steps {FEWEST} or more, or 0 for none")
+        if 0 < self.steps < MIN_BATCHES:
+            raise ConfigError(
+                f"--steps {self.steps} is below {MIN_BATCHES}; fix: --steps {MIN_BATCHES} or more, or 0 for none"
+            )
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,19 @@ class Plan:
         arms: those that apply.
         refused: those that do not.
         rounds: the last step of each round.
+        best: number of arms in the second round, besides `nothing`.
         seed: of the run.
         seeds: the other seeds with which the arms of the last round are repeated.
         place: the folder of the what-if; None for the one that is named after the state.
     """
 
-    base: Base
+    base: BaseRun
     trouble: Trouble
     origin: Origin
     arms: Sequence[Arm]
     refused: Sequence[Arm]
     rounds: Sequence[int]
+    best: int
     seed: int = 0
     seeds: Sequence[int] = ()
     place: Path | None = None
@@ -88,18 +92,18 @@ class Plan:
         return self.place or self.base.run / "whatif" / f"step-{self.origin.step:08d}"
 
 
-def plan(asked: Asked) -> Plan:
+def plan(options: WhatIfOptions) -> Plan:
     """Returns what a what-if is going to do; writes nothing.
 
     Raises:
         ConfigError: the path, an arm or a number cannot be used, or the run cannot be resumed.
     """
-    asked.check()
-    target = find_target(asked.path)
+    options.check()
+    target = find_target(options.path)
     check_links(target.run)
-    named = asked.start if asked.start is not None else target.checkpoint
+    named = options.start if options.start is not None else target.checkpoint
     trouble = find_trouble(target, named)
-    origin = find_origin(read_base(target.run, trouble.first).guarded_at, target.run, trouble, named)
+    origin = find_origin(read_base(target.run, trouble.first).guard_steps, target.run, trouble, named)
     base = read_base(target.run, origin.step)
     ended = base.record.get("final", {}).get("steps")
     reached = max(ended, trouble.last) if isinstance(ended, int) and named is None else ended  # before its rollbacks
@@ -107,23 +111,23 @@ def plan(asked: Asked) -> Plan:
         raise ConfigError(
             f"--from step-{origin.step}: {target.run} ended after step {reached}; fix: --from step-<at most {reached}>"
         )
-    if origin.step + FEWEST > base.total:
+    if origin.step + MIN_BATCHES > base.total:
         raise ConfigError(
             f"the arms would start after step {origin.step}, and the run ends at step {base.total}: too few steps are "
-            f"left to compare; fix: --from step-<at most {max(0, base.total - FEWEST)}>"
+            f"left to compare; fix: --from step-<at most {max(0, base.total - MIN_BATCHES)}>"
         )
     check_repeatable(base, origin)
-    own = [own_arm(word) for word in asked.own]
+    own = [own_arm(word) for word in options.own]
     values = base.settings.flat()
     states = averaged_steps(base, origin.step, origin.tick, origin.step - origin.steps)
-    usual = usual_rate(base)
+    usual = usual_lr(base)
     known = catalogue(base.settings.choices, values, base.precision, origin.step, trouble.last, states, usual)
-    there = with_fixes(known, trouble.fixes)
-    arms = judge_all(chosen(there, asked.arms, own), base)
-    first = min(base.total, max(trouble.last, origin.step) + asked.past)
-    second = min(base.total, first + asked.steps)
+    all_arms = with_fixes(known, trouble.fixes)
+    arms = judge_all(choose_arms(all_arms, options.arms, own), base)
+    first = min(base.total, max(trouble.last, origin.step) + options.past)
+    second = min(base.total, first + options.steps)
     seed = base.get("seed", 0)
-    rounds = [first, second] if second - first >= FEWEST else [first]
+    rounds = [first, second] if second - first >= MIN_BATCHES else [first]
     return Plan(
         base,
         trouble,
@@ -131,6 +135,7 @@ def plan(asked: Asked) -> Plan:
         [arm for arm in arms if not arm.refused],
         [arm for arm in arms if arm.refused],
         rounds,
+        options.best,
         seed,
-        range(seed + 1, seed + asked.seeds),
+        range(seed + 1, seed + options.seeds),
     )

@@ -1,4 +1,4 @@
-"""Ranks the arms: those that held, those that did not, those that broke; within each by paired loss.
+"""Ranks the arms: first those that held, then those that did not, then those that broke; each tier by paired loss.
 
 The losses of two arms are compared on the batches that both have read after the trouble (`statistics.py`). The
 differences are to `nothing`, or to the arm with the lowest validation loss if `nothing` broke or its trouble came back.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from stabletrain.whatif.arms import NOTHING
 from stabletrain.whatif.outcome import Outcome
 from stabletrain.whatif.statistics import Interval, interval, paired
-from stabletrain.whatif.statistics import differences as values
+from stabletrain.whatif.statistics import differences as differences
 
 HELD, NOT_HELD, BROKE = range(3)
 """The tiers."""
@@ -28,8 +28,8 @@ HELD, NOT_HELD, BROKE = range(3)
 NO_INTERVAL = Interval(math.nan, -math.inf, math.inf, 0)
 
 
-SHARE = 0.1
-"""Share of what the best arm has learnt by which an arm that has held may be worse."""
+LOST_SHARE = 0.1
+"""An arm whose loss is above the best by more than this share of what the best has learnt has not held."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Repeat:
     Attributes:
         seed: the seed.
         outcome: how the arm ended with it.
-        behind_best: how far its loss is above that of the best arm of this seed, see `Ranked`.
+        behind_best: how far its loss is above that of the best arm of this seed, see `RankedArm`.
         difference: of its losses to those of the reference with the same seed.
     """
 
@@ -50,7 +50,7 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedArm:
     """An arm in its place.
 
     Attributes:
@@ -116,7 +116,7 @@ class Ranking:
         without_forecast: name of the arm that would be the winner if forecasts did not count.
     """
 
-    places: tuple[Ranked, ...]
+    places: tuple[RankedArm, ...]
     reference: str
     winner: str
     without_forecast: str = ""
@@ -139,11 +139,11 @@ class Ranking:
             return f"Too close to call: {', '.join([self.winner, *others])}. Taken: {self.winner}{why}{came_back}."
         if len([each for each in self.places if not each.broke]) == 1:
             return f"{self.winner} is the only arm that holds{came_back}."
-        later = (lead(each) for each in self.places if not each.tied and 0 < each.behind.low < math.inf)
+        later = (lead_text(each) for each in self.places if not each.tied and 0 < each.behind.low < math.inf)
         ahead = next(later, "")
         return f"{self.winner} is best{ahead}{came_back}."
 
-    def _by_forecast(self, first: Ranked) -> str:
+    def _by_forecast(self, first: RankedArm) -> str:
         """Says that the forecast has decided between arms that are not told apart; empty if it has not."""
         if self.without_forecast in ("", self.winner):
             return ""
@@ -154,7 +154,7 @@ class Ranking:
         )
 
 
-def lead(next_one: Ranked) -> str:
+def lead_text(next_one: RankedArm) -> str:
     """Says how far an arm is behind the first."""
     mean, low, high, _ = next_one.behind
     return f", ahead of {next_one.outcome.arm.name} by {mean:.4f} ({low:.4f} to {high:.4f})"
@@ -184,35 +184,36 @@ def rank(
     }
     broke = {name for found in seeds.values() for name, each in zip(names, found, strict=True) if each.broke}
     alive = [name for name in names if name not in broke]
-    reference = reference_of(alive, seeds.values())
-    differences = {
+    reference = choose_reference(alive, seeds.values())
+    intervals = {
         number: {name: paired(found[name], found[reference]) if alive else NO_INTERVAL for name in names}
         for number, found in losses.items()
     }
     lost = {
-        number: too_high({name: differences[number][name].mean for name in alive}, found, first_loss)
+        number: worse_than_best({name: intervals[number][name].mean for name in alive}, found, first_loss)
         for number, found in losses.items()
     }
 
     def pooled(name: str, other: str) -> Interval:
-        return interval(*(values(found[name], found[other]) for found in losses.values())) if other else NO_INTERVAL
+        return (
+            interval(*(differences(found[name], found[other]) for found in losses.values())) if other else NO_INTERVAL
+        )
 
     def repeats(number: int) -> tuple[Repeat, ...]:
         name = names[number]
         found = (
-            Repeat(each, arms[number], lost[each].get(name, ""), differences[each][name])
-            for each, arms in seeds.items()
+            Repeat(each, arms[number], lost[each].get(name, ""), intervals[each][name]) for each, arms in seeds.items()
         )
         return tuple(found) if len(seeds) > 1 else ()
 
     found = [
-        Ranked(each, lost[seed].get(name, ""), pooled(name, reference), NO_INTERVAL, False, repeats(number))
+        RankedArm(each, lost[seed].get(name, ""), pooled(name, reference), NO_INTERVAL, False, repeats(number))
         for number, (name, each) in enumerate(zip(names, outcomes, strict=True))
     ]
     if not alive:
         return Ranking(tuple(found), "", "")
 
-    def key(each: Ranked) -> tuple[int, float]:
+    def key(each: RankedArm) -> tuple[int, float]:
         return each.tier, math.inf if math.isnan(each.difference.mean) else each.difference.mean
 
     order = sorted(found, key=key)
@@ -228,16 +229,16 @@ def rank(
     return Ranking(tuple(places), reference, nothing_or_first(preferred), nothing_or_first(tied))
 
 
-def nothing_or_first(arms: Sequence[Ranked]) -> str:
+def nothing_or_first(arms: Sequence[RankedArm]) -> str:
     """Returns the name of the first arm, or `nothing` if it is among them."""
     names = [each.outcome.arm.name for each in arms]
     return NOTHING if NOTHING in names else names[0]
 
 
-def too_high(
+def worse_than_best(
     means: Mapping[str, float], losses: Mapping[str, Mapping[int, float]], first_loss: float
 ) -> dict[str, str]:
-    """Returns the arms that are worse than the best by more than `SHARE` of what that has learnt, and by how much.
+    """Returns the arms that are worse than the best by more than `LOST_SHARE` of what that has learnt, and by how much.
 
     Args:
         means: by arm, the difference of its losses to those of the reference.
@@ -252,11 +253,11 @@ def too_high(
     return {
         name: f"loss {mean - known[best]:.3g} above the best"
         for name, mean in known.items()
-        if name != best and mean - known[best] > SHARE * max(learnt, 0.0)
+        if name != best and mean - known[best] > LOST_SHARE * max(learnt, 0.0)
     }
 
 
-def reference_of(alive: Sequence[str], seeds: Iterable[Sequence[Outcome]]) -> str:
+def choose_reference(alive: Sequence[str], seeds: Iterable[Sequence[Outcome]]) -> str:
     """Returns the arm to which the others are compared: `nothing`, or else the one with the lowest validation loss.
 
     An arm whose trouble came back is taken only if no other is left: its rollbacks have skipped the batches on which
@@ -279,7 +280,7 @@ def reference_of(alive: Sequence[str], seeds: Iterable[Sequence[Outcome]]) -> st
     return min(sums, key=sums.__getitem__)
 
 
-def to_reference(ranked: Ranked, reference: Outcome, place: int) -> Ranked:
+def to_reference(ranked: RankedArm, reference: Outcome, place: int) -> RankedArm:
     """Returns an arm of the first round with its difference to the reference of the last one, and no tie.
 
     Args:

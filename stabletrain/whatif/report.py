@@ -12,22 +12,22 @@ from stabletrain.printable import one_line
 from stabletrain.program import program_in
 from stabletrain.tracking.metrics import plain, replace
 from stabletrain.whatif.arms import Arm
-from stabletrain.whatif.base import Base
+from stabletrain.whatif.base import BaseRun
 from stabletrain.whatif.outcome import Outcome
-from stabletrain.whatif.ranking import HELD, Ranked, Ranking, Repeat
+from stabletrain.whatif.ranking import HELD, RankedArm, Ranking, Repeat
 from stabletrain.whatif.statistics import Interval
 from stabletrain.whatif.trouble import Trouble
 
 HEAD = ("", "arm", "how it ended", "loss", "95 % interval", "val loss", "s/step", "forecast")
-LEFT = (1, 2, 7)
+TEXT_COLUMNS = (1, 2, 7)
 """Columns of text; the others are numbers."""
 
-LONGEST = 40
+MAX_CELL = 40
 """Longest text in a cell of the terminal's table."""
 
 
 @dataclass(frozen=True)
-class Found:
+class WhatIfResult:
     """The result of a what-if.
 
     Attributes:
@@ -36,36 +36,36 @@ class Found:
         folder: of the what-if.
         rounds: the last step of each round that was run.
         ranking: of the last round.
-        out: the arms that ended with the first round, in its order; their differences are to the same reference, on the
-            batches of that round.
+        first_round_only: the arms that ended with the first round, in its order; their differences are to the same
+            reference, on the batches of that round.
         starts: by arm, the checkpoint that it resumed.
         refused: the arms that do not apply.
         compared: the step after which batches are compared.
         seeds: with which the arms of the ranking were run, the run's own first; empty if only with that one.
     """
 
-    base: Base
+    base: BaseRun
     trouble: Trouble
     step: int
     folder: Path
     rounds: Sequence[int]
     ranking: Ranking
-    out: Sequence[Ranked]
+    first_round_only: Sequence[RankedArm]
     starts: Mapping[str, Path]
     refused: Sequence[Arm]
     compared: int
     seeds: Sequence[int] = ()
 
 
-def rows(found: Found) -> list[tuple[str, ...]]:
+def rows(found: WhatIfResult) -> list[tuple[str, ...]]:
     """Returns the cells of the table, without the head: the ranking, and then the arms of the first round only."""
     mark = "=" if len(found.ranking.tied) > 1 else ""
     numbers = [f"{number}{mark if each.tied else ''}" for number, each in enumerate(found.ranking.places, 1)]
     first = [row(number, each, found) for number, each in zip(numbers, found.ranking.places, strict=True)]
-    return [*first, *(row("", each, found) for each in found.out)]
+    return [*first, *(row("", each, found) for each in found.first_round_only)]
 
 
-def row(number: str, each: Ranked, found: Found) -> tuple[str, ...]:
+def row(number: str, each: RankedArm, found: WhatIfResult) -> tuple[str, ...]:
     """Returns the cells of an arm."""
     outcome = each.outcome
     is_reference = outcome.arm.name == found.ranking.reference
@@ -81,7 +81,7 @@ def row(number: str, each: Ranked, found: Found) -> tuple[str, ...]:
     )
 
 
-def ended(each: Ranked) -> str:
+def ended(each: RankedArm) -> str:
     """Returns how an arm ended, in a few words."""
     seeds = f" with {len(each.repeats)} seeds" if each.repeats else ""
     return each.broke or each.trouble or f"held to step {each.outcome.step:,}{seeds}"
@@ -110,7 +110,7 @@ def decimals(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4f}"
 
 
-def table(cells: Sequence[Sequence[str]], head: Sequence[str] = HEAD, left: Sequence[int] = LEFT) -> str:
+def table(cells: Sequence[Sequence[str]], head: Sequence[str] = HEAD, left: Sequence[int] = TEXT_COLUMNS) -> str:
     """Returns lines of aligned columns."""
     lines = [[cut(one_line(cell)) for cell in line] for line in (head, *cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -124,12 +124,12 @@ def table(cells: Sequence[Sequence[str]], head: Sequence[str] = HEAD, left: Sequ
     return "\n".join("  ".join(line).rstrip() for line in aligned)
 
 
-def cut(text: str, most: int = LONGEST) -> str:
+def cut(text: str, most: int = MAX_CELL) -> str:
     """Shortens a long text; the JSON and the page have the whole one."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def about_table(found: Found) -> list[str]:
+def about_table(found: WhatIfResult) -> list[str]:
     """Returns the lines that say what the numbers are."""
     reference = found.ranking.reference
     if not reference:
@@ -140,16 +140,16 @@ def about_table(found: Found) -> list[str]:
     ]
     if found.seeds:
         lines.append(f"loss and val loss: means over the seeds {', '.join(map(str, found.seeds))}")
-    if found.out and len(found.rounds) > 1:
+    if found.first_round_only and len(found.rounds) > 1:
         lines.append(f"arms without a number ended with the first round, at step {found.rounds[0]:,}")
-    elif found.out:
+    elif found.first_round_only:
         lines.append(f"arms without a number ran with the seed {found.seeds[0]} only")
     if len(found.ranking.tied) > 1:
         lines.append("arms with = are not told apart from the first")
     return lines
 
 
-def command(found: Found) -> str:
+def command(found: WhatIfResult) -> str:
     """Returns the command that continues the run with the winner in a new folder; empty without a winner."""
     if not found.ranking.winner:
         return ""
@@ -159,7 +159,7 @@ def command(found: Found) -> str:
     return f"{program} {shlex.join(words)}"
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(found: WhatIfResult) -> dict[str, Any]:
     """Returns the result as JSON values; non-finite numbers are words."""
     return plain(
         {
@@ -176,13 +176,13 @@ def as_json(found: Found) -> dict[str, Any]:
             "verdict": found.ranking.verdict,
             "command": command(found) or None,
             "arms": [arm_json(number, each) for number, each in enumerate(found.ranking.places, 1)],
-            "first_round_only": [arm_json(None, each) for each in found.out],
+            "first_round_only": [arm_json(None, each) for each in found.first_round_only],
             "refused": [{"arm": arm.name, "reason": arm.refused} for arm in found.refused],
         }
     )
 
 
-def arm_json(number: int | None, each: Ranked) -> dict[str, Any]:
+def arm_json(number: int | None, each: RankedArm) -> dict[str, Any]:
     """Returns an arm as JSON values."""
     outcome = each.outcome
     return {
@@ -227,7 +227,7 @@ def seed_json(repeat: Repeat) -> dict[str, Any]:
     }
 
 
-def write_json(found: Found) -> Path:
+def write_json(found: WhatIfResult) -> Path:
     """Writes `whatif.json` into the folder of the what-if, and returns its path."""
     file = found.folder / "whatif.json"
     replace(file, json.dumps(as_json(found), indent=2) + "\n")

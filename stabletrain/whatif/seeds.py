@@ -1,7 +1,7 @@
 """Repeats the arms of the last round with other seeds: the data in another order, and other random numbers.
 
-A seed is a setting that a resume may change. The start is resumed with it, and saved again before its first step, so
-all arms of a seed start from one state, read identical batches, and change no more than the arm does. Everything of a
+A seed is a setting that a resume may change. The start is resumed with it and saved again before its first step. So all
+arms of a seed start from one state, read identical batches, and differ only by what each arm changes. Everything of a
 seed lies in `<folder of the what-if>/seed-<seed>/`.
 """
 
@@ -14,18 +14,26 @@ from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.config.arguments import merged, parse_arguments
 from stabletrain.printable import say
+from stabletrain.whatif.arm_run import ArmRun
 from stabletrain.whatif.arms import MEAN, Arm
-from stabletrain.whatif.base import KEEPING, QUIET, Base
+from stabletrain.whatif.array import ArmArray
+from stabletrain.whatif.base import KEEP_ONE_CHECKPOINT, QUIET_OVERRIDES, BaseRun
 from stabletrain.whatif.job import train_until
-from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
-from stabletrain.whatif.plan import Asked, Plan
+from stabletrain.whatif.outcome import Outcome, StartFacts, read_outcome, start_facts
+from stabletrain.whatif.plan import Plan
 from stabletrain.whatif.report import ending
-from stabletrain.whatif.rounds import Leg, run_legs
+from stabletrain.whatif.rounds import run_arms
 from stabletrain.whatif.start import start_of
 
 
 def with_other_seeds(
-    planned: Plan, start: Checkpoint, starts: Mapping[str, Path], arms: Sequence[Arm], stop: int, asked: Asked
+    planned: Plan,
+    start: Checkpoint,
+    starts: Mapping[str, Path],
+    arms: Sequence[Arm],
+    stop: int,
+    jobs: int = 1,
+    slurm: ArmArray | None = None,
 ) -> dict[int, list[Outcome]]:
     """Runs arms up to a step with each of the other seeds, and returns how they ended, in their order, by seed.
 
@@ -35,51 +43,47 @@ def with_other_seeds(
         starts: by arm, the checkpoint that it resumes with the run's own seed.
         arms: those of the last round.
         stop: the step.
-        asked: how the arms run.
+        jobs, slurm: how the arms run, see `run_arms`.
 
     Raises:
         Interrupted: a signal arrived; the same call goes on.
         StabletrainError: an arm ended with an error.
     """
-    legs: dict[int, list[Leg]] = {}
-    facts: dict[Path, tuple[int, Facts]] = {}
+    runs: dict[int, list[ArmRun]] = {}
+    facts: dict[Path, tuple[int, StartFacts]] = {}
     for seed in planned.seeds:
-        base, folder = seeded(planned.base, seed), planned.folder / f"seed-{seed}"
+        arguments = merged(planned.base.arguments, parse_arguments([f"seed={seed}"]))
+        base, folder = replace(planned.base, arguments=arguments), planned.folder / f"seed-{seed}"
         own = seed_start(base, start, folder / "start", seed)
-        known = facts_of(own)
-        legs[seed] = []
+        known = start_facts(own)
+        runs[seed] = []
         for arm in arms:
             mean = [find(starts[arm.name])] if arm.edit == MEAN else None
             place = start_of(arm, own, planned.trouble, base, folder, mean).path
-            legs[seed].append(Leg(base, arm, place, folder / arm.folder, stop))
+            runs[seed].append(ArmRun(base, arm, place, folder / arm.folder, stop))
             facts[folder / arm.folder] = seed, known
     width = max(len(arm.name) for arm in arms)
 
-    def told(leg: Leg) -> None:
-        seed, known = facts[leg.folder]
-        line = ending(read_outcome(leg.arm, leg.folder, known, stop))
-        say(f"seed {seed}  {leg.arm.name:<{width}}  {line}", flush=True)
+    def on_over(run: ArmRun) -> None:
+        seed, known = facts[run.folder]
+        line = ending(read_outcome(run.arm, run.folder, known, stop))
+        say(f"seed {seed}  {run.arm.name:<{width}}  {line}", flush=True)
 
     # An array has the arms of one folder, so there is one for each seed.
-    groups = [*legs.values()] if asked.slurm else [[leg for each in legs.values() for leg in each]]
+    groups = [*runs.values()] if slurm else [[run for each in runs.values() for run in each]]
     for group in groups:
-        run_legs(group, asked.jobs, told, asked.slurm)
+        run_arms(group, jobs, on_over, slurm)
     return {
-        seed: [read_outcome(leg.arm, leg.folder, facts[leg.folder][1], stop) for leg in each]
-        for seed, each in legs.items()
+        seed: [read_outcome(run.arm, run.folder, facts[run.folder][1], stop) for run in each]
+        for seed, each in runs.items()
     }
 
 
-def seeded(base: Base, seed: int) -> Base:
-    """Returns a run whose arms have another seed."""
-    return replace(base, arguments=merged(base.arguments, parse_arguments([f"seed={seed}"])))
-
-
-def seed_start(base: Base, start: Checkpoint, folder: Path, seed: int) -> Checkpoint:
+def seed_start(base: BaseRun, start: Checkpoint, folder: Path, seed: int) -> Checkpoint:
     """Returns the start as a resume with another seed has it before its first step.
 
     Args:
-        base: of `seeded`.
+        base: the run, whose arms have the other seed.
         start: of the run's own seed.
         folder: the run folder of that resume.
         seed: the seed.
@@ -87,6 +91,6 @@ def seed_start(base: Base, start: Checkpoint, folder: Path, seed: int) -> Checkp
     saved = folder / "checkpoints" / start.path.name
     if not saved.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
-        arguments = base.resumed(start.path, (*QUIET, *KEEPING), folder)
+        arguments = base.resumed(start.path, (*QUIET_OVERRIDES, *KEEP_ONE_CHECKPOINT), folder)
         train_until(arguments, lambda run: True, f"seed {seed}", live=False)
     return find(saved)

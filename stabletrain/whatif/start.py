@@ -1,10 +1,12 @@
 """The state from which the arms start: which one, where it comes from, and its edited copies.
 
-The state is the newest one from before the trouble that the guard would hold for healthy. If a checkpoint of it is on
-disk, it is copied by hard links. If not, the run is repeated from an older checkpoint, or from step 0, up to that step:
-a step is a pure function of state and step number, so this gives the same bits; on a card with `determinism=strict`
-only, else the state is alike, which the losses must show (`SHARE`). A checkpoint that was written after the trouble,
-such as the one of a rollback, is not used: its guard has counted the trouble already, and it skips data.
+The state is the newest one from before the trouble that the guard would take for healthy. If its checkpoint is on disk,
+it is copied by hard links. If not, the run is repeated from an older checkpoint, or from step 0, up to that step. This
+gives the same bits, because a step is a pure function of state and step number. On a card without `determinism=strict`
+the state only comes close, and its losses have to show that it does (`MAX_LOSS_CHANGE`).
+
+A checkpoint that was written after the trouble, such as the one of a rollback, is not used: its guard has counted the
+trouble already, and it skips data.
 
 Some arms need what no override can change (`edits.py`), so they start from an edited copy.
 """
@@ -32,13 +34,13 @@ from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.stored.run_json import RUN
 from stabletrain.tracking.metrics import read_jsonl, replace
 from stabletrain.whatif.arms import Arm
-from stabletrain.whatif.averaging import BEFORE, COUNT, states_at, ticks
-from stabletrain.whatif.base import QUIET, Base
-from stabletrain.whatif.edits import edited
+from stabletrain.whatif.averaging import EARLIER_STATES, MAX_STATES, executed_steps, states_at
+from stabletrain.whatif.base import QUIET_OVERRIDES, BaseRun
+from stabletrain.whatif.edits import apply_edit
 from stabletrain.whatif.job import train_until
 from stabletrain.whatif.trouble import Trouble
 
-SHARE = 0.1
+MAX_LOSS_CHANGE = 0.1
 """How far the losses of a repetition may be from the run's if kernels round differently each time.
 
 It is a share of the loss's own change from one logged step to the next, both as medians. With a small GPT on a CPU, 300
@@ -67,11 +69,11 @@ class Origin:
         return self.step - (0 if self.source is None else self.source.step)
 
 
-def find_origin(guarded_at: Mapping[str, int], run: Path, trouble: Trouble, named: int | None) -> Origin:
+def find_origin(guard_steps: Mapping[str, int], run: Path, trouble: Trouble, named: int | None) -> Origin:
     """Returns where to take the state from.
 
     Args:
-        guarded_at: `every` and `after`, see `Base.guarded_at`.
+        guard_steps: `every` and `after`, see `BaseRun.guard_steps`.
         run: its folder.
         trouble: before which the state lies.
         named: the step that the user named; None for the newest healthy state.
@@ -79,28 +81,30 @@ def find_origin(guarded_at: Mapping[str, int], run: Path, trouble: Trouble, name
     known = [each for each in Folder(run / "checkpoints", tell=lambda line: None).known() if each.healthy]
     if named is not None:
         for each in known:
-            if each.step == named and ticks(each) is not None:  # as it is: the user named it
-                return Origin(named, ticks(each) or 0, each)
-        return Origin(named, trouble.tick_of(named), newest(known, named, trouble.tick_of(named)))
-    latest = max(0, trouble.first - 1 - guarded_at["after"])
-    earliest = latest // guarded_at["every"] * guarded_at["every"]
-    found = newest(known, latest, trouble.tick_of(latest))
+            if each.step == named and executed_steps(each) is not None:  # as it is: the user named it
+                return Origin(named, executed_steps(each) or 0, each)
+        return Origin(named, trouble.tick_of(named), newest_checkpoint(known, named, trouble.tick_of(named)))
+    # The guard keeps a state at every multiple of `every`, and takes it for healthy `after` steps later. So this is the
+    # newest one from before the trouble. A checkpoint that lies between it and the trouble is as good, and is at hand.
+    latest = max(0, trouble.first - 1 - guard_steps["after"])
+    earliest = latest // guard_steps["every"] * guard_steps["every"]
+    found = newest_checkpoint(known, latest, trouble.tick_of(latest))
     step = found.step if found is not None and found.step >= earliest else earliest
     if found is None or found.step > step:
-        found = newest(known, step, trouble.tick_of(step))
+        found = newest_checkpoint(known, step, trouble.tick_of(step))
     return Origin(step, trouble.tick_of(step), found)
 
 
-def newest(known: list[Checkpoint], step: int, tick: int) -> Checkpoint | None:
+def newest_checkpoint(known: list[Checkpoint], step: int, tick: int) -> Checkpoint | None:
     """Returns the newest checkpoint of at most `step` steps that the run wrote before it had executed `tick` steps."""
     for each in reversed(known):
-        executed = ticks(each) if each.step <= step else None
+        executed = executed_steps(each) if each.step <= step else None
         if executed is not None and executed <= tick - (step - each.step):
             return each
     return None
 
 
-def check_repeatable(base: Base, origin: Origin) -> None:
+def check_repeatable(base: BaseRun, origin: Origin) -> None:
     """Checks that the steps to compute again all had the settings of the last of them.
 
     Raises:
@@ -118,7 +122,7 @@ def check_repeatable(base: Base, origin: Origin) -> None:
             )
 
 
-def prepare(base: Base, origin: Origin, folder: Path, listening: bool = True) -> Checkpoint:
+def prepare(base: BaseRun, origin: Origin, folder: Path, listening: bool = True) -> Checkpoint:
     """Returns the checkpoint from which the arms start, in `<folder>/start`; computes it if it was not kept.
 
     Args:
@@ -132,30 +136,31 @@ def prepare(base: Base, origin: Origin, folder: Path, listening: bool = True) ->
         ConfigError: the run cannot be repeated.
     """
     ranks = current_ranks()
+    # `run.json` is written last, so a start that has one is complete; an interrupted call makes it again.
     if not run_on_main(ranks, (folder / "start" / RUN).exists):
         if origin.source is None or origin.steps:
             check_repeatable(base, origin)
             compute_again(base, origin, folder / "again", listening)
-        run_on_main(ranks, lambda: publish(base, origin, folder))
+        run_on_main(ranks, lambda: publish_start(base, origin, folder))
     return find(folder / "start" / "checkpoints" / f"step-{origin.step:08d}")
 
 
-def publish(base: Base, origin: Origin, folder: Path) -> None:
+def publish_start(base: BaseRun, origin: Origin, folder: Path) -> None:
     """Makes `start/` of the state: a copy of the run's checkpoint by links, or the one that was computed again."""
     place = folder / "start" / "checkpoints"
     shutil.rmtree(folder / "start", ignore_errors=True)
     if origin.source is not None and not origin.steps:
-        shutil.copytree(origin.source.path, place / origin.source.path.name, copy_function=linked)
+        shutil.copytree(origin.source.path, place / origin.source.path.name, copy_function=link_or_copy)
     else:
         found = find(folder / "again" / "checkpoints" / f"step-{origin.step:08d}")
         info = {"run": base.record.get("id"), "settings": base.settings._asdict()}
         write(place, found.load(), step=origin.step, info=info, healthy=True, val_loss=found.val_loss)
-        keep_states(folder / "again", folder / BEFORE, origin)
+        keep_states(folder / "again", folder / EARLIER_STATES, origin)
         shutil.rmtree(folder / "again", ignore_errors=True)
-    as_run(base, folder / "start", f"the state of {base.run} after step {origin.step}")
+    make_run_folder(base, folder / "start", f"the state of {base.run} after step {origin.step}")
 
 
-def compute_again(base: Base, origin: Origin, folder: Path, listening: bool) -> None:
+def compute_again(base: BaseRun, origin: Origin, folder: Path, listening: bool) -> None:
     """Repeats the run up to the state, whose checkpoint is then in a folder.
 
     Raises:
@@ -169,21 +174,25 @@ def compute_again(base: Base, origin: Origin, folder: Path, listening: bool) -> 
     run_on_main(ranks, lambda: check_repetition(base, folder, saved))
 
 
-def arguments_of_repetition(base: Base, origin: Origin, folder: Path) -> Arguments:
-    """Returns the command line that repeats the run in a folder, or goes on with that; empties a folder with no state.
+def arguments_of_repetition(base: BaseRun, origin: Origin, folder: Path) -> Arguments:
+    """Returns the command line that repeats the run in a folder, or goes on with it; empties a folder with no state.
 
     It is called on the main process only.
     """
     # States on the way are saved where the guard takes its own, for the mean of the last of them. This changes no bit.
-    saving = (f"checkpoint.every={base.guarded_at['every']}", f"checkpoint.keep={COUNT}", "checkpoint.keep_best=false")
-    words = (*QUIET, *saving)
-    if begun(folder):
+    saving = (
+        f"checkpoint.every={base.guard_steps['every']}",
+        f"checkpoint.keep={MAX_STATES}",
+        "checkpoint.keep_best=false",
+    )
+    words = (*QUIET_OVERRIDES, *saving)
+    if has_checkpoint(folder):
         return base.continued(words, folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return base.anew(words, folder) if origin.source is None else base.resumed(origin.source.path, words, folder)
+    return base.restarted(words, folder) if origin.source is None else base.resumed(origin.source.path, words, folder)
 
 
-def check_repetition(base: Base, folder: Path, saved: Path) -> None:
+def check_repetition(base: BaseRun, folder: Path, saved: Path) -> None:
     """Checks that the repetition has got to the state, with the losses of the run.
 
     Raises:
@@ -195,7 +204,7 @@ def check_repetition(base: Base, folder: Path, saved: Path) -> None:
             f"{folder / 'events.jsonl'}; fix: --from step-<a checkpoint that is left>"
         )
     if not base.repeats_exactly:
-        check_alike(base.run, folder)
+        check_close(base.run, folder)
     elif (step := first_difference(base.run, folder)) is not None:
         raise ConfigError(
             f"the loss of step {step} came out differently than in {base.run}, so the state is another one: code, "
@@ -203,7 +212,7 @@ def check_repetition(base: Base, folder: Path, saved: Path) -> None:
         )
 
 
-def check_alike(run: Path, again: Path) -> None:
+def check_close(run: Path, again: Path) -> None:
     """Checks that the losses of a repetition differ from the run's by no more than rounding explains.
 
     Raises:
@@ -213,12 +222,12 @@ def check_alike(run: Path, again: Path) -> None:
     ticks = [tick for tick in sorted(then.keys() & now.keys()) if math.isfinite(then[tick])]
     apart = [abs(now[tick] - then[tick]) for tick in ticks]
     usual = [abs(then[later] - then[earlier]) for earlier, later in itertools.pairwise(ticks)]
-    if usual and not median(apart) <= SHARE * median(usual):
+    if usual and not median(apart) <= MAX_LOSS_CHANGE * median(usual):
         raise ConfigError(
             f"the losses of steps {ticks[0]} to {ticks[-1]} came out {median(apart):.2g} from those in {run}, whose "
             f"loss itself changes by {median(usual):.2g} from one to the next (medians): rounding differs by at most "
-            f"{SHARE:g} of that, so the state is another one: code, packages, data or machine have changed since; fix: "
-            "--from step-<a checkpoint that is left>"
+            f"{MAX_LOSS_CHANGE:g} of that, so the state is another one: code, packages, data or machine have changed "
+            "since; fix: --from step-<a checkpoint that is left>"
         )
 
 
@@ -227,11 +236,11 @@ def keep_states(again: Path, place: Path, origin: Origin) -> None:
     shutil.rmtree(place, ignore_errors=True)
     for each in Folder(again / "checkpoints", tell=lambda line: None).known():
         if origin.step - origin.steps < each.step < origin.step:
-            shutil.copytree(each.path, place / each.path.name, copy_function=linked)
+            shutil.copytree(each.path, place / each.path.name, copy_function=link_or_copy)
 
 
-def begun(folder: Path) -> bool:
-    """Whether a run in a folder has a checkpoint from which `resume=auto` goes on; without one it would begin anew."""
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run in a folder has a checkpoint from which `resume=auto` goes on; without one it begins at step 0."""
     return (folder / RUN).exists() and bool(Folder(folder / "checkpoints", tell=lambda line: None).known())
 
 
@@ -246,7 +255,7 @@ def losses_of(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     return {line.get("tick", line["step"]): line["train/loss"] for line in lines if "train/loss" in line}
 
 
-def as_run(base: Base, folder: Path, reason: str) -> None:
+def make_run_folder(base: BaseRun, folder: Path, reason: str) -> None:
     """Makes a folder one that a resume accepts as a run's: its record, and Hydra's."""
     trust.remember_arguments(*base.arguments)
     shutil.copytree(base.run / ".hydra", folder / ".hydra", dirs_exist_ok=True)
@@ -261,7 +270,7 @@ def as_run(base: Base, folder: Path, reason: str) -> None:
     replace(folder / RUN, json.dumps(record, indent=2) + "\n")  # last: it marks the folder as complete
 
 
-def linked(source: str, target: str) -> None:
+def link_or_copy(source: str, target: str) -> None:
     """Links a file of a checkpoint, which is never written again; copies it where the disk has no links."""
     try:
         os.link(source, target)
@@ -272,7 +281,7 @@ def linked(source: str, target: str) -> None:
 # ---- edited copies
 
 
-def on_data_of(skipped: Sequence[Sequence[int]], start: Checkpoint, base: Base, folder: Path) -> Checkpoint:
+def with_skips_of(skipped: Sequence[Sequence[int]], start: Checkpoint, base: BaseRun, folder: Path) -> Checkpoint:
     """Returns a state that never reads the data positions that a later one has skipped, so both read the same batches.
 
     Args:
@@ -294,19 +303,19 @@ def on_data_of(skipped: Sequence[Sequence[int]], start: Checkpoint, base: Base, 
     return find(own / "checkpoints" / start.path.name)
 
 
-def write_copy(own: Path, tree: Tree, start: Checkpoint, base: Base, how: str) -> None:
+def write_copy(own: Path, tree: Tree, start: Checkpoint, base: BaseRun, how: str) -> None:
     """Makes a folder a run whose only checkpoint is an edited one; says how it was edited."""
     shutil.rmtree(own, ignore_errors=True)
     place = own / "checkpoints"
     write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
-    as_run(base, own, f"the state of {base.run} after step {start.step}, {how}")
+    make_run_folder(base, own, f"the state of {base.run} after step {start.step}, {how}")
 
 
 def start_of(
     arm: Arm,
     start: Checkpoint,
     trouble: Trouble,
-    base: Base,
+    base: BaseRun,
     folder: Path,
     states: Sequence[Checkpoint] | None = None,
 ) -> Checkpoint:
@@ -321,7 +330,7 @@ def start_of(
         states: whose weights are averaged; None for those that the arm names.
 
     Raises:
-        MissingState: a state that the arm needs cannot be read.
+        ConfigError: a state that the arm needs cannot be read.
     """
     if not arm.edit:
         return start
@@ -331,12 +340,12 @@ def start_of(
 
 
 def edit_start(
-    arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, folder: Path, states: Sequence[Checkpoint] | None
+    arm: Arm, start: Checkpoint, trouble: Trouble, base: BaseRun, folder: Path, states: Sequence[Checkpoint] | None
 ) -> None:
     """Writes an edited copy of the start, unless it is there; for the arguments see `start_of`."""
     own = folder / f"start-{arm.folder}"
     if not (own / RUN).exists():
         if states is None:
             states = states_at(arm.states, base, start, folder) if arm.states else []
-        tree = edited(start.load(), arm, trouble, [each.load_model() for each in states])
+        tree = apply_edit(start.load(), arm, trouble, [each.load_model() for each in states])
         write_copy(own, tree, start, base, f"edited: {arm.about}")

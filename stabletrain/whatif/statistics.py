@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-BLOCKS = 10
+MAX_BLOCKS = 10
 """Number of blocks, if there are enough values."""
 
-LEAST = 4
+MIN_BLOCKS = 4
 """Smallest number of blocks, and of values in a block, with which an interval is given."""
 
 STUDENT = {3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060, 9: 2.2622}
@@ -78,8 +78,8 @@ def interval(*seeds: Sequence[float] | np.ndarray) -> Interval:
     count = sum(map(len, found))
     if not count:
         return Interval(math.nan, -math.inf, math.inf, 0)
-    mean, blocks = float(np.concatenate(found).mean()), [min(BLOCKS, len(values) // LEAST) for values in found]
-    if min(blocks) < LEAST:
+    mean, blocks = float(np.concatenate(found).mean()), [min(MAX_BLOCKS, len(values) // MIN_BLOCKS) for values in found]
+    if min(blocks) < MIN_BLOCKS:
         return Interval(mean, -math.inf, math.inf, count)
     means = np.concatenate([block_means(values, each) for values, each in zip(found, blocks, strict=True)])
     half = student(len(means) - 1) * float(means.std(ddof=1)) / math.sqrt(len(means))

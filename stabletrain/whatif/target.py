@@ -29,7 +29,7 @@ def find_target(path: Path) -> Target:
     """Returns what a path names.
 
     Raises:
-        ConfigError: it names neither a run folder, nor an incident or a checkpoint inside of one.
+        ConfigError: it names neither a run folder, nor an incident or a checkpoint inside one.
     """
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"

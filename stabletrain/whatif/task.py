@@ -14,13 +14,13 @@ from stabletrain.config.arguments import Arguments
 from stabletrain.config.resuming import Settings
 from stabletrain.stored.json_files import read_record
 from stabletrain.tracking.metrics import replace
+from stabletrain.whatif.arm_run import ArmRun, run_in_process
 from stabletrain.whatif.arms import Arm
-from stabletrain.whatif.base import Base
-from stabletrain.whatif.rounds import Leg, in_process
+from stabletrain.whatif.base import BaseRun
 
 
-class LegRecord(TypedDict):
-    """The content of the file: the fields of a `Leg`, and the number of threads."""
+class ArmRunRecord(TypedDict):
+    """The content of the file: the fields of an `ArmRun`, and the number of threads."""
 
     base: dict[str, Any]
     arm: dict[str, Any]
@@ -30,18 +30,18 @@ class LegRecord(TypedDict):
     threads: int
 
 
-def write_leg(leg: Leg, threads: int, file: Path) -> None:
+def write_arm_run(run: ArmRun, threads: int, file: Path) -> None:
     """Writes an arm and its number of threads to a file."""
-    replace(file, json.dumps({**asdict(leg), "threads": threads}, default=os.fspath, indent=2) + "\n")
+    replace(file, json.dumps({**asdict(run), "threads": threads}, default=os.fspath, indent=2) + "\n")
 
 
-def read_leg(file: Path) -> tuple[Leg, int]:
+def read_arm_run(file: Path) -> tuple[ArmRun, int]:
     """Reads an arm and its number of threads.
 
     Raises:
         DamagedFile: the file is missing, or does not hold them.
     """
-    found: dict[str, Any] = dict(read_record(file, LegRecord))
+    found: dict[str, Any] = dict(read_record(file, ArmRunRecord))
     threads = found.pop("threads")
     # Every field goes back to where it came from, also those that an arm may get later.
     base: dict[str, Any] = {**found["base"], "run": Path(found["base"]["run"])}
@@ -49,9 +49,14 @@ def read_leg(file: Path) -> tuple[Leg, int]:
     base["changes"] = tuple(base["changes"])
     arm: dict[str, Any] = {**found["arm"]}
     arm |= {name: tuple(arm[name]) for name in ("overrides", "states")}
-    found |= {"base": Base(**base), "arm": Arm(**arm), "start": Path(found["start"]), "folder": Path(found["folder"])}
-    return Leg(**found), threads
+    found |= {
+        "base": BaseRun(**base),
+        "arm": Arm(**arm),
+        "start": Path(found["start"]),
+        "folder": Path(found["folder"]),
+    }
+    return ArmRun(**found), threads
 
 
 if __name__ == "__main__":
-    in_process(*read_leg(Path(sys.argv[1])))
+    run_in_process(*read_arm_run(Path(sys.argv[1])))

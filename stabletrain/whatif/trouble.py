@@ -1,4 +1,4 @@
-"""Where a run was in trouble, by its events: skipped steps, rollbacks, a halt, a slow spike, a forecast.
+"""Finds where a run was in trouble from its events: skipped steps, rollbacks, a halt, a slow spike, a forecast.
 
 Events that follow each other closely are one trouble. "Closely" is measured in executed steps (`tick`), because a
 rollback turns the step number back. fp16's routine overflows are no trouble.
@@ -19,11 +19,11 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.after_halt import OVERRIDE
 from stabletrain.whatif.target import Target
 
-GAP = 100
+MAX_GAP = 100
 """Executed steps without trouble after which the next trouble is another one."""
 
-SURE, HINTS = ("skip", "rollback", "halt"), ("forecast", "alarm")
-"""Events of trouble, and those that count if a run has none of the former; of the alarms only slow spikes."""
+TROUBLE_EVENTS, HINT_EVENTS = ("skip", "rollback", "halt"), ("forecast", "alarm")
+"""Events of trouble, and the events that count if a run has none of these. Only slow spikes count as alarms."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Event:
 
     Attributes:
         kind: skip, rollback, halt, forecast, alarm, nonfinite.
-        step: its step; of what is found only after it began, the step at which it began.
+        step: its step. For a trouble that is found late: the step at which it began.
         tick: number of steps executed by then.
         text: what happened.
         last: the step at which it was found.
         read: end of the data positions that the run had read by then.
-        undone: for each rollback, and each step taken again, before it, oldest first: the step that it went back to,
-            and from there on the difference between tick and step.
+        undone: the rollbacks and repeated steps before it, oldest first: the step that each went back to, and the
+            difference between tick and step from there on.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Trouble:
 
 
 def lost_at(step: int, undone: Sequence[tuple[int, int]]) -> int:
-    """Returns tick minus step after a step, on the course that rollbacks have left; see `Event`."""
+    """Returns tick minus step after a step, among the steps that rollbacks have undone; see `Event`."""
     return next((lost for to, lost in reversed(undone) if step > to), 0)
 
 
@@ -95,7 +95,7 @@ def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
         tick = int(line.get("tick", step + lost_at(step, undone)))
         if kind == "skip" and line.get("kind") == "overflow":
             continue
-        if kind in (*SURE, *HINTS) and (kind != "alarm" or "since" in line):
+        if kind in (*TROUBLE_EVENTS, *HINT_EVENTS) and (kind != "alarm" or "since" in line):
             since = int(line.get("since") or step)  # a slow spike is found after it began
             began = tick if since == step else since + lost_at(since, undone)
             text = str(line.get("reason") or line.get("text") or "")
@@ -111,10 +111,10 @@ def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
 
 
 def clusters(events: Sequence[Event]) -> list[list[Event]]:
-    """Groups events that follow each other within `GAP` executed steps."""
+    """Groups events that follow each other within `MAX_GAP` executed steps."""
     found: list[list[Event]] = []
     for event in events:
-        if found and event.tick - found[-1][-1].tick <= GAP:
+        if found and event.tick - found[-1][-1].tick <= MAX_GAP:
             found[-1].append(event)
         else:
             found.append([event])
@@ -150,15 +150,20 @@ def find_trouble(target: Target, after: int | None = None) -> Trouble:
     """
     lines = read_jsonl(target.run / "events.jsonl")
     found = events_of(lines)
-    groups = clusters([event for event in found if event.kind in SURE])
+    groups = clusters([event for event in found if event.kind in TROUBLE_EVENTS])
     if not groups and (bad := first_nonfinite(target.run)) is not None:
         groups = [[Event("nonfinite", bad, bad, "the loss is not finite", bad)]]
     if not groups:
-        groups = clusters([event for event in found if event.kind in HINTS])
+        groups = clusters([event for event in found if event.kind in HINT_EVENTS])
     if target.incident is not None:
         step, named = incident_of(target.incident)
-        tick = next((line.get("tick", step) for line in lines if is_incident(line, step)), step)
-        group = next((group for group in groups if near(group, tick)), [Event("incident", step, tick, last=step)])
+        tick = next(
+            (line.get("tick", step) for line in lines if (line.get("event"), line["step"]) == ("incident", step)), step
+        )
+        group = next(
+            (group for group in groups if group[0].tick - MAX_GAP <= tick <= group[-1].tick + MAX_GAP),
+            [Event("incident", step, tick, last=step)],
+        )
         return trouble_of(group, [*named, *fixes_in(lines, group)])
     later = [group for group in groups if after is None or max(event.last for event in group) > after]
     if later:
@@ -170,16 +175,6 @@ def find_trouble(target: Target, after: int | None = None) -> Trouble:
         f"{target.run} has no skipped step, no rollback, no halt and no alarm: there is no trouble to start before; "
         "fix: name the step of the state to start from, such as --from step-500"
     )
-
-
-def is_incident(line: Mapping[str, Any], step: int) -> bool:
-    """Whether a line is the event of the incident at a step."""
-    return line.get("event") == "incident" and line["step"] == step
-
-
-def near(group: Sequence[Event], tick: int) -> bool:
-    """Whether a tick lies in a cluster, or at its ends."""
-    return group[0].tick - GAP <= tick <= group[-1].tick + GAP
 
 
 def first_nonfinite(run: Path) -> int | None:

@@ -7,7 +7,7 @@ from stabletrain.stability.guard import SkipGuard
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.loop import final_metrics
 from stabletrain.trainer.rollback import PendingReplay
-from stabletrain.trainer.saved_states import HealingRecord
+from stabletrain.trainer.saved_states import HealingHistory
 from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step, reading_metrics
 from tests.trainer.given import batch, make_run, reading
 
@@ -60,7 +60,7 @@ def test_the_line_has_each_number_under_its_name():
 @pytest.mark.parametrize(("escalate", "counts"), [("halt", {}), ("whatif", {"guard/healings": 1})])
 def test_a_run_that_may_heal_logs_how_often_it_did(escalate, counts):
     run = make_run(guard=SkipGuard(escalate=escalate))
-    run.saved.healing = HealingRecord(healed_by=["clip"], whatif_steps=300)
+    run.saved.healing = HealingHistory(healed_by=["clip"], whatif_steps=300)
     log_step(run, reading(20), Throughput(run.history), NOTHING)
     ((_, metrics),) = run.output.tracker.lines
     assert {name: metrics[name] for name in metrics if name.endswith(("healings", "whatif_steps"))} == counts

@@ -18,17 +18,17 @@ from hydra.core.hydra_config import HydraConfig
 from stabletrain.cli.train import train_command
 from stabletrain.parallel.ranks import current_ranks, exit_process
 from stabletrain.trainer import loop, rollback
-from stabletrain.whatif import healing, rounds, within
+from stabletrain.whatif import arm_run, budget, driver, healing
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "halt": (rollback.Rollback, "save_last_healthy", lambda *given: True),  # the event is written
-    "arm": (rounds.Reached, "__call__", lambda reached, run: True),  # after a step of an arm
-    "stop": (rounds.Reached, "__call__", lambda reached, run: run.state.step == reached.stop),  # its last one
-    "second": (rounds.Reached, "__call__", lambda reached, run: reached.stop == run.plan.steps),
+    "arm": (arm_run.ReachedStep, "__call__", lambda reached, run: True),  # after a step of an arm
+    "stop": (arm_run.ReachedStep, "__call__", lambda reached, run: run.state.step == reached.stop),  # its last one
+    "second": (arm_run.ReachedStep, "__call__", lambda reached, run: reached.stop == run.plan.steps),
     "validation": (loop, "validate", lambda run: "/whatif/" in HydraConfig.get().runtime.output_dir),
-    "cost": (within.Within, "_cost", lambda *given: True),  # an arm is over
-    "ranking": (within, "ranked", lambda *given: True),
-    "going_on": (within, "going_on", lambda *given: True),
+    "cost": (budget.BudgetedWhatIf, "_cost", lambda *given: True),  # an arm is over
+    "ranking": (driver, "ranked", lambda *given: True),
+    "going_on": (driver, "recorded_finalists", lambda *given: True),
     "winner": (healing, "winner_of", lambda *given: True),  # all arms are over
     "install": (healing, "install", lambda *given: True),  # `healing.json` is written
     "heal": (healing.Healer, "_announce", lambda *given: True),  # the checkpoint is written

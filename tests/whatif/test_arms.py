@@ -3,7 +3,7 @@
 import pytest
 
 from stabletrain.errors import ConfigError
-from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, split, with_fixes
+from stabletrain.whatif.arms import Arm, catalogue, choose_arms, own_arm, split_at_commas, with_fixes
 
 CHOICES = {"optimizer": "adamw", "warmup": "linear", "clipping": "norm", "guard": "rollback"}
 VALUES = {
@@ -109,7 +109,7 @@ def test_named_fixes_come_first_and_only_once():
 
 
 def test_commas_in_brackets_belong_to_the_value():
-    assert split("a=[1,2],b='x,y',c={d:1,e:2}") == ["a=[1,2]", "b='x,y'", "c={d:1,e:2}"]
+    assert split_at_commas("a=[1,2],b='x,y',c={d:1,e:2}") == ["a=[1,2]", "b='x,y'", "c={d:1,e:2}"]
     assert own_arm("optimizer.betas=[0.9,0.95],zloss=palm").overrides == ("optimizer.betas=[0.9,0.95]", "zloss=palm")
 
 
@@ -135,10 +135,14 @@ def test_what_is_no_arm_is_refused(word, said):
 
 def test_nothing_is_always_an_arm_and_own_arms_are_added():
     there = catalogue(CHOICES, VALUES, "fp32", 200)
-    assert [arm.name for arm in chosen(there, ["zclip"], [own_arm("zloss=olmo")])] == ["nothing", "zclip", "zloss=olmo"]
-    assert len(chosen(there, None, [])) == len(there)
+    assert [arm.name for arm in choose_arms(there, ["zclip"], [own_arm("zloss=olmo")])] == [
+        "nothing",
+        "zclip",
+        "zloss=olmo",
+    ]
+    assert len(choose_arms(there, None, [])) == len(there)
     with pytest.raises(ConfigError, match="--arms zlos: there is no such arm; did you mean zloss"):
-        chosen(there, ["zlos"], [])
+        choose_arms(there, ["zlos"], [])
 
 
 def test_every_arm_has_a_folder_of_its_own():

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from stabletrain.checkpoint.folder import find
-from stabletrain.whatif.arms import Arm, mean
-from stabletrain.whatif.averaging import BEFORE, MissingState, averaged_steps, mean_weights, states_at
+from stabletrain.errors import ConfigError
+from stabletrain.whatif.arms import Arm, mean_of_states
+from stabletrain.whatif.averaging import EARLIER_STATES, averaged_steps, mean_weights, states_at
 from stabletrain.whatif.base import read_base
 from stabletrain.whatif.start import find_origin, prepare, start_of
 from tests.whatif.test_start import EVERY, TROUBLE, same
@@ -42,8 +43,8 @@ def test_states_from_before_a_change_of_settings_do_not_count(run):
 
 
 def test_a_mean_needs_two_states():
-    assert "a mean needs two" in mean((60,)).refused
-    assert mean((40, 60)).about == "the mean of the weights after steps 40 and 60"
+    assert "a mean needs two" in mean_of_states((60,)).refused
+    assert mean_of_states((40, 60)).about == "the mean of the weights after steps 40 and 60"
 
 
 def test_the_mean_is_that_of_the_numbers_and_integers_are_the_newest():
@@ -56,7 +57,7 @@ def test_the_mean_is_that_of_the_numbers_and_integers_are_the_newest():
     assert found["weight"].dtype == torch.bfloat16
     assert found["running_mean"] == 3.0
     assert found["count"] == 5
-    with pytest.raises(MissingState, match="not of the same model"):
+    with pytest.raises(ConfigError, match="not of the same model"):
         mean_weights([{"a": torch.zeros(2)}, {"a": torch.zeros(3)}])
 
 
@@ -81,10 +82,10 @@ def test_states_are_saved_while_the_start_is_computed_again(run, tmp_path):
     found = states_at(steps, base, start, tmp_path)
     assert [each.path.parent for each in found] == [
         run / "checkpoints",
-        tmp_path / BEFORE,
+        tmp_path / EARLIER_STATES,
         tmp_path / "start" / "checkpoints",
     ]
     assert [each.load()["tick"] for each in found] == [40, 60, 80]
-    shutil.rmtree(tmp_path / BEFORE)
-    with pytest.raises(MissingState, match="the state after step 60 is not in "):
+    shutil.rmtree(tmp_path / EARLIER_STATES)
+    with pytest.raises(ConfigError, match="the state after step 60 is not in "):
         states_at(steps, base, start, tmp_path)

@@ -9,9 +9,9 @@ import torch
 from stabletrain.checkpoint.folder import find
 from stabletrain.config.resuming import acting
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.whatif.arm_run import ArmRun, run_arm
 from stabletrain.whatif.arms import catalogue
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.rounds import Leg, run_leg
 from stabletrain.whatif.start import start_of
 from stabletrain.whatif.trouble import Trouble
 
@@ -53,7 +53,7 @@ def ran(shared_run, tmp_path_factory):
     def run(name):
         if name not in done:
             place = start_of(arms[name], start, TROUBLE, base, folder).path
-            run_leg(Leg(base, arms[name], place, folder / name, 63), live=False)
+            run_arm(ArmRun(base, arms[name], place, folder / name, 63), live=False)
             done[name] = Ran(folder / name)
         return done[name]
 

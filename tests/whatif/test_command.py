@@ -12,7 +12,7 @@ import pytest
 import stabletrain
 from stabletrain.cli.commands import main
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.whatif import command, rounds
+from stabletrain.whatif import arm_run, driver
 from stabletrain.whatif.ranking import finalists, rank
 from tests.comparison.browser import browser, opened
 from tests.runs import python
@@ -136,7 +136,7 @@ def test_the_page_is_drawn_in_a_browser(done):
 def test_the_same_command_again_runs_nothing(done, monkeypatch, capsys, tmp_path):
     run = shutil.copytree(done[0], tmp_path / "run")
     first = found_in(run)
-    monkeypatch.setattr("stabletrain.whatif.rounds.train_until", None)
+    monkeypatch.setattr("stabletrain.whatif.arm_run.train_until", None)
     monkeypatch.setattr("stabletrain.whatif.start.train_until", None)
     assert typed(run, "--arms", "lr_half", *TYPED, "optimizer.lr=1e-3,zloss=palm") == 0
     again = found_in(run)
@@ -151,8 +151,8 @@ def test_the_arms_of_the_second_round_are_remembered(done, tmp_path):
     shutil.copy(folder_of(done[0]) / "first_round.json", tmp_path)
     kept = json.loads((tmp_path / "first_round.json").read_text())
     places = rank([ended(name) for name in kept["arms"]], 0)
-    assert command.going_on(tmp_path, places, 125, 1) == kept["going"]
-    assert command.going_on(tmp_path, places, 125, 2) == finalists(places, 2), "asked otherwise"
+    assert driver.recorded_finalists(tmp_path, places, 125, 1) == kept["going"]
+    assert driver.recorded_finalists(tmp_path, places, 125, 2) == finalists(places, 2), "asked otherwise"
 
 
 def test_a_list_says_of_every_arm_why_and_writes_nothing(run, capsys):
@@ -202,20 +202,20 @@ def test_what_is_no_run_and_an_unknown_option_are_refused(tmp_path, capsys):
 
 
 def test_two_at_once_are_refused(run, capsys):
-    with command.locked(folder_of(run)):
+    with driver.locked(folder_of(run)):
         assert typed(run, "--arms", "lr_half") == 2
     assert "another process runs this what-if; fix: wait for it" in capsys.readouterr().err
 
 
 def test_a_signal_ends_it_with_the_states_saved_and_the_code_of_an_interrupted_run(run, capsys, monkeypatch):
-    reached = rounds.Reached.__call__
+    reached = arm_run.ReachedStep.__call__
 
     def signalled(self, job):
         if job.state.step == 90:
             signal.raise_signal(signal.SIGTERM)
         return reached(self, job)
 
-    monkeypatch.setattr(rounds.Reached, "__call__", signalled)
+    monkeypatch.setattr(arm_run.ReachedStep, "__call__", signalled)
     assert typed(run, "--arms", "lr_half", *TYPED) == 75
     assert "stabletrain: the what-if was stopped, its states are saved; fix: type it again" in capsys.readouterr().err
     assert (folder_of(run) / "nothing" / "checkpoints").is_dir()

@@ -1,12 +1,14 @@
 """A run that halts and heals itself: it goes on as the arm that won, bit for bit, and says so."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import stabletrain
+from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.comparison.pages.charts import chart_data
 from stabletrain.comparison.reading.runs import read_run
 from stabletrain.config.arguments import Arguments
@@ -14,17 +16,16 @@ from stabletrain.config.make import leaves
 from stabletrain.config.resuming import Settings
 from stabletrain.errors import ConfigError
 from stabletrain.machine.signals import NoStopRequest
-from stabletrain.parallel.ranks import current_ranks
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.whatif import healing
+from stabletrain.whatif import driver, healing
 from stabletrain.whatif.arms import Arm
-from stabletrain.whatif.base import Base
-from stabletrain.whatif.halts import Course, Halt, Healing, read_course
+from stabletrain.whatif.base import BaseRun
+from stabletrain.whatif.budget import FROM_0, BudgetedWhatIf
+from stabletrain.whatif.halts import Halt, HaltHistory, Healing, read_halt_history
 from stabletrain.whatif.plan import Plan
 from stabletrain.whatif.start import Origin
 from stabletrain.whatif.trouble import Trouble
-from stabletrain.whatif.within import FROM_0, Within
 from tests.runs import TINY_GPT
 from tests.tracking.wandb_file import read_file
 
@@ -111,7 +112,7 @@ def test_without_room_for_an_arm_the_run_halts_and_says_what_to_type(tmp_path):
 
 @pytest.mark.slow
 def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(healing, "winner_of", lambda found, none: {**none, "why": "none of 1 fixes holds"})
+    monkeypatch.setattr(healing, "winner_of", lambda result, tried: replace(tried, why="none of 1 fixes holds"))
     run = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=160", f"hydra.run.dir={tmp_path / 'run'}"]
     found = stabletrain.train(run)
     (unhealed,) = events(found.folder, "unhealed")
@@ -170,7 +171,14 @@ def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
 @pytest.mark.slow
 def test_a_run_heals_itself_twice(tmp_path):
     # The second bad data come after the second round of the first what-if.
-    twice = ["optimizer.lr=0.01", "steps=760", "faults=poison", "faults.length=4", "faults.at=[150,700]", "log_every=1"]
+    twice = [
+        "optimizer.lr=0.01",
+        "steps=760",
+        "faults=poison",
+        "faults.length=4",
+        "faults.at=[150,700]",
+        "log_every=1",
+    ]
     twice += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=8000"]
     found = stabletrain.train([*HALTS, *twice, f"hydra.run.dir={tmp_path / 'run'}"])
     assert found.status == "finished"
@@ -189,25 +197,74 @@ def test_a_run_heals_itself_twice(tmp_path):
 
 def planned(step, arms, rounds, changes=()):
     """A plan whose arms start after a step that is computed again from step 0."""
-    base = Base(Path("run"), step, {}, Arguments([], []), Settings({}, {}), changes)
-    return Plan(base, Trouble(9, 9, 9, ""), Origin(step, step, None), [Arm(name) for name in arms], [], rounds)
+    base = BaseRun(Path("run"), step, {}, Arguments([], []), Settings({}, {}), changes)
+    return Plan(base, Trouble(9, 9, 9, ""), Origin(step, step, None), [Arm(name) for name in arms], [], rounds, 2)
 
 
 def within(budget, origin=100):
     """A what-if of arms of 150 steps, and 300 in the second round."""
-    rounds = [origin + 150, origin + 450]
-    return Within(planned(origin, ["a", "b"], rounds), budget, current_ranks(), print, False, NoStopRequest())
+    plan = planned(origin, ["a", "b"], [origin + 150, origin + 450])
+    return BudgetedWhatIf(plan, budget=budget, show=print, live=False, signals=NoStopRequest())
+
+
+def shares(budget):
+    what_if = within(budget)
+    return what_if.first_round_steps, what_if.second_round_steps, what_if.steps_from_zero
 
 
 def test_the_budget_is_shared_by_the_rounds_and_the_arm_from_step_0():
-    assert (within(4000).length, within(4000).longer, within(4000).anew) == (150, 300, 550)
-    assert (within(2000).longer, within(2000).anew) == (300, 0), "550 steps are more than a quarter"
-    assert (within(1000).longer, within(999).longer) == (300, 0), "the state, two arms and a second round of two"
+    assert shares(4000) == (150, 300, 550)
+    assert shares(2000) == (150, 300, 0), "550 steps are more than a quarter"
+    assert shares(1000) == (150, 300, 0)
+    assert shares(999) == (150, 0, 0), "the state, two arms and a second round of two"
     assert (within(250).affordable, within(249).affordable) == (True, False)
-    assert within(4000, origin=0).anew == 0, "all arms start there"
+    assert within(4000, origin=0).steps_from_zero == 0, "all arms start there"
     resumed = within(4000)
     resumed.plan.base.record["overrides"] = ["steps=900", "resume='other/checkpoints/step-00000050'"]
-    assert resumed.anew == 0, "step 0 is not in this run"
+    assert resumed.steps_from_zero == 0, "step 0 is not in this run"
+
+
+def startable(what_if, monkeypatch, missing=()):
+    """Returns the arms that may start, whose starts are made without a run; those of `missing` cannot be made."""
+
+    def start_of(arm, *given):
+        if arm.name in missing:
+            raise ConfigError(f"{arm.name} needs a state that is gone")
+        return SimpleNamespace(path=Path(arm.name))
+
+    monkeypatch.setattr(driver, "start_of", start_of)
+    return what_if.startable(object.__new__(Checkpoint), 250)
+
+
+def test_no_arm_starts_when_what_is_left_is_set_aside_but_the_first_one_may(monkeypatch):
+    what_if = within(4000)
+    set_aside = 2 * 300 + 550
+    what_if.spent = 4000
+    runs = startable(what_if, monkeypatch)
+    assert next(runs).arm.name == "a"
+    what_if.spent = 4000 - set_aside - 150 + 1
+    assert [*runs] == []
+    what_if.starts.clear()
+    runs = startable(what_if, monkeypatch)
+    next(runs)
+    what_if.spent = 4000 - set_aside - 150
+    assert [run.arm.name for run in runs] == ["b"]
+
+
+def test_an_arm_whose_start_cannot_be_made_is_refused_and_the_others_run(monkeypatch):
+    what_if = within(4000)
+    assert [run.arm.name for run in startable(what_if, monkeypatch, missing=["a"])] == ["b"]
+    assert [(arm.name, arm.refused) for arm in what_if.unusable] == [("a", "a needs a state that is gone")]
+    assert [*what_if.starts] == ["b"], "it was not tried"
+
+
+def test_what_was_decided_is_read_back_and_a_damaged_file_decides_nothing(tmp_path):
+    decided = Healing(arm="clip", base=["optimizer.lr=0.1"], skipped=[[3, 9]], steps=99)
+    file = tmp_path / healing.HEALING
+    file.write_text(json.dumps({**asdict(decided), "added_later": 1}))
+    assert healing.read_healing(tmp_path) == decided
+    file.write_text(json.dumps({**asdict(decided), "steps": "99"}))
+    assert healing.read_healing(tmp_path) is None
 
 
 def test_no_arm_is_tried_twice_from_one_state_with_the_same_settings(tmp_path, monkeypatch):
@@ -216,22 +273,24 @@ def test_no_arm_is_tried_twice_from_one_state_with_the_same_settings(tmp_path, m
     halt = Halt(9, 9, "spike", {})
 
     def left(*healings):
-        return [arm.name for arm in healing.plan_after(halt, Course(halt, healings), tmp_path, tmp_path / "x").arms]
+        return [
+            arm.name for arm in healing.plan_after(halt, HaltHistory(halt, healings), tmp_path, tmp_path / "x").arms
+        ]
 
-    told = Healing(9, 9, 5, 5, "clip", (), ("optimizer.lr=0.1",), ("clip", "skip"), 99)
+    told = Healing(origin=5, to=5, arm="clip", base=["optimizer.lr=0.1"], arms=["clip", "skip"], steps=99)
     assert left() == ["clip", "skip", "zclip"], "nothing is what has halted"
     assert left(told) == ["zclip"]
     assert left(replace(told, to=0)) == ["zclip"], "the run went on from step 0, and the arms began here"
-    assert left(replace(told, origin=6), replace(told, base=())) == ["clip", "skip", "zclip"]
+    assert left(replace(told, origin=6), replace(told, base=[])) == ["clip", "skip", "zclip"]
 
 
 def test_the_course_names_the_arms_that_healed_and_counts_the_steps_of_all(tmp_path):
-    told = {"step": 9, "to": 5, "origin": 5, "settings": [], "base": [], "arms": ["clip", "skip"], "steps": 300}
+    told = {"step": 9, **asdict(Healing(origin=5, to=5, arms=["clip", "skip"], steps=300))}
     arms = [("heal", "clip"), ("unhealed", ""), ("heal", "skip")]
     lines = [{**told, "event": kind, "tick": 9 + n, "arm": arm} for n, (kind, arm) in enumerate(arms)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    course = read_course(tmp_path)
-    assert (course.healed_by, course.spent) == (["clip", "skip"], 900)
+    history = read_halt_history(tmp_path)
+    assert (history.healed_by, history.spent) == (["clip", "skip"], 900)
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path):

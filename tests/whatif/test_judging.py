@@ -9,7 +9,7 @@ from stabletrain.config.arguments import Arguments
 from stabletrain.errors import ConfigError
 from stabletrain.whatif.arms import Arm, catalogue, own_arm, with_fixes
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.judging import judge_all, judged, usual_rate
+from stabletrain.whatif.judging import judge_all, judged, usual_lr
 from tests.runs import TINY_RESNET
 
 
@@ -34,9 +34,9 @@ def test_every_arm_applies_to_the_gpt_but_those_that_it_has(shared_run):
 def test_the_usual_rate_is_that_of_the_optimizers_option(resnet):
     base = read_base(resnet, 10)
     typed = Arguments(base.arguments.options, [*base.arguments.overrides, "optimizer.lr=0.7"])
-    assert usual_rate(replace(base, arguments=typed)) == 0.003
+    assert usual_lr(replace(base, arguments=typed)) == 0.003
     chosen = {**base.settings.choices, "optimizer": "sgd"}
-    assert usual_rate(replace(base, settings=base.settings._replace(choices=chosen))) == 0.1
+    assert usual_lr(replace(base, settings=base.settings._replace(choices=chosen))) == 0.1
 
 
 def test_a_resnet_has_no_attention(resnet):

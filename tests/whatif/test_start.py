@@ -11,11 +11,11 @@ from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.tree import flatten
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.whatif.arms import WHILE, Arm, catalogue
+from stabletrain.whatif.arm_run import ArmRun, run_arm
+from stabletrain.whatif.arms import BRIEF_STEPS, Arm, catalogue
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.edits import edited, slowed, span_of
-from stabletrain.whatif.opening import kept
-from stabletrain.whatif.rounds import Leg, run_leg
+from stabletrain.whatif.edits import apply_edit, lowered_rate, skipped_span
+from stabletrain.whatif.opening import origin_text
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin, prepare, start_of
 from stabletrain.whatif.target import Target
 from stabletrain.whatif.trouble import Trouble, find_trouble
@@ -121,10 +121,12 @@ def on_a_card(run, change, **choices):
 def test_a_repetition_of_a_run_on_a_card_may_round_differently(run, tmp_path):
     origin = find_origin(EVERY, run, TROUBLE, None)
     base = on_a_card(run, lambda loss: loss * (1 + 1e-5))
-    assert kept(origin, base.repeats_exactly).endswith("without determinism=strict it will be alike, not the same bits")
+    assert origin_text(origin, base.repeats_exactly).endswith(
+        "without determinism=strict it will be alike, not the same bits"
+    )
     assert prepare(base, origin, tmp_path / "whatif").step == 80
     strict = on_a_card(run, lambda loss: loss, determinism="strict")
-    assert kept(origin, strict.repeats_exactly) == "which was not kept: computed again from step-00000060"
+    assert origin_text(origin, strict.repeats_exactly) == "which was not kept: computed again from step-00000060"
     with pytest.raises(ConfigError, match="came out differently"):
         prepare(strict, origin, tmp_path / "strict")
 
@@ -154,19 +156,19 @@ def test_steps_with_other_settings_cannot_be_repeated(run):
 
 def test_skip_never_reads_the_data_of_the_trouble():
     tree = {"step": 80, "skipped": []}
-    assert edited(tree, Arm("skip", edit="skip"), TROUBLE)["skipped"] == [
+    assert apply_edit(tree, Arm("skip", edit="skip"), TROUBLE)["skipped"] == [
         [81, 95]
     ]  # step 95 reads the batch of step number 94
-    assert span_of({"step": 90, "skipped": []}, TROUBLE) == (90, 95)
-    assert span_of({"step": 80, "skipped": [[10, 30]]}, TROUBLE) == (101, 115)
+    assert skipped_span({"step": 90, "skipped": []}, TROUBLE) == (90, 95)
+    assert skipped_span({"step": 80, "skipped": [[10, 30]]}, TROUBLE) == (101, 115)
     longer = Trouble(92, 95, 92, "", read=140)  # its rollbacks have skipped data beyond step 95
-    assert span_of({"step": 90, "skipped": []}, longer) == (90, 140)
+    assert skipped_span({"step": 90, "skipped": []}, longer) == (90, 140)
     assert tree["skipped"] == []
 
 
 def test_moments_and_counters_start_at_0_and_the_weights_are_kept(shared_run):
     tree = find(shared_run / "checkpoints" / "step-00000060").load()
-    found = edited(tree, Arm("moments", edit="moments"), TROUBLE)
+    found = apply_edit(tree, Arm("moments", edit="moments"), TROUBLE)
     values = flatten(found["optimizer"]["state"])[0]
     assert values
     assert not any(value.any() for value in values.values() if isinstance(value, Tensor))
@@ -189,9 +191,9 @@ def test_an_edited_copy_is_a_run_that_can_be_resumed(shared_run, tmp_path):
 
 
 def test_what_is_left_of_a_lowered_rate_is_lowered_further():
-    assert slowed([0, 0, 1.0], 80, 145, 0.5) == [80, 145, 0.5]
-    assert slowed([60, 80, 0.5], 80, 145, 0.5) == [80, 145, 0.5], "it is over at step 80"
-    assert slowed([60, 160, 0.5], 80, 145, 0.2) == [80, 160, 0.1]
+    assert lowered_rate([0, 0, 1.0], 80, 145, 0.5) == [80, 145, 0.5]
+    assert lowered_rate([60, 80, 0.5], 80, 145, 0.5) == [80, 145, 0.5], "it is over at step 80"
+    assert lowered_rate([60, 160, 0.5], 80, 145, 0.2) == [80, 160, 0.1]
 
 
 @pytest.mark.slow
@@ -203,10 +205,10 @@ def test_a_brief_arm_trains_at_the_lowered_rate_and_then_at_the_whole_one(shared
     for arm in known:
         if arm.name in ("nothing", "lr_half_brief", "lr_fifth_brief"):
             made = start_of(arm, start, Trouble(22, 22, 22, ""), base, tmp_path)
-            run_leg(Leg(base, arm, made.path, tmp_path / arm.name, 80), live=False)
+            run_arm(ArmRun(base, arm, made.path, tmp_path / arm.name, 80), live=False)
             lines = read_jsonl(tmp_path / arm.name / "metrics.jsonl")
             found[arm.name] = {line["step"]: line["lr"] for line in lines if "lr" in line}
     assert [*found["nothing"]] == [*range(21, 81)]
     for name, factor in (("lr_half_brief", 0.5), ("lr_fifth_brief", 0.2)):
         for step, whole in found["nothing"].items():
-            assert found[name][step] == pytest.approx(whole * (factor if step <= 22 + WHILE else 1), rel=1e-12)
+            assert found[name][step] == pytest.approx(whole * (factor if step <= 22 + BRIEF_STEPS else 1), rel=1e-12)

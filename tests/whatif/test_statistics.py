@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from stabletrain.whatif.statistics import BLOCKS, STUDENT, Interval, block_means, interval, paired, student
+from stabletrain.whatif.statistics import MAX_BLOCKS, STUDENT, Interval, block_means, interval, paired, student
 
 
 def test_block_means_are_means_of_neighbours():
@@ -57,7 +57,7 @@ def test_autocorrelation_widens_the_interval_and_keeps_its_coverage():
         plain += abs(values.mean()) <= 1.96 * values.std(ddof=1) / 20
     assert inside / 400 > 0.88
     assert plain / 400 < 0.6  # what the usual standard error would give
-    assert BLOCKS == 10
+    assert MAX_BLOCKS == 10
 
 
 def test_only_batches_that_both_have_read_are_paired():

@@ -5,19 +5,19 @@ import json
 import pytest
 
 from stabletrain.stored.json_files import DamagedFile
+from stabletrain.whatif.arm_run import ArmRun
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.rounds import Leg
-from stabletrain.whatif.task import read_leg, write_leg
+from stabletrain.whatif.task import read_arm_run, write_arm_run
 
 
 def test_a_leg_is_read_as_it_was_written(shared_run, tmp_path):
     arm = Arm("a=1,b='x, y'", ("a=1", "b='x, y'"), edit="skip", named="you", refused="no", about="a b")
-    leg = Leg(read_base(shared_run, 60), arm, shared_run / "checkpoints" / "step-00000060", tmp_path / "arm", 64)
-    write_leg(leg, 3, tmp_path / "leg.json")
-    assert read_leg(tmp_path / "leg.json") == (leg, 3)
-    assert isinstance(read_leg(tmp_path / "leg.json")[0].arm.overrides, tuple)
+    run = ArmRun(read_base(shared_run, 60), arm, shared_run / "checkpoints" / "step-00000060", tmp_path / "arm", 64)
+    write_arm_run(run, 3, tmp_path / "leg.json")
+    assert read_arm_run(tmp_path / "leg.json") == (run, 3)
+    assert isinstance(read_arm_run(tmp_path / "leg.json")[0].arm.overrides, tuple)
     text = json.loads((tmp_path / "leg.json").read_text())
     (tmp_path / "leg.json").write_text(json.dumps({**text, "stop": "64"}))
     with pytest.raises(DamagedFile, match='stop is "64", not an integer'):
-        read_leg(tmp_path / "leg.json")
+        read_arm_run(tmp_path / "leg.json")

@@ -7,7 +7,7 @@ import pytest
 
 from stabletrain.errors import ConfigError
 from stabletrain.whatif.target import Target, find_target
-from stabletrain.whatif.trouble import GAP, Event, clusters, events_of, find_trouble, trouble_of
+from stabletrain.whatif.trouble import MAX_GAP, Event, clusters, events_of, find_trouble, trouble_of
 from tests.runs import ROOT
 
 ROLLED_BACK = ROOT / "tests" / "fixtures" / "rollback"
@@ -56,9 +56,9 @@ def test_anything_else_is_refused(tmp_path):
 
 
 def test_events_that_follow_closely_are_one_trouble():
-    far = 11 + GAP + 1
-    found = clusters(events_of([skip(10), skip(11), skip(far), skip(far + GAP)]))
-    assert [[event.step for event in each] for each in found] == [[10, 11], [far, far + GAP]]
+    far = 11 + MAX_GAP + 1
+    found = clusters(events_of([skip(10), skip(11), skip(far), skip(far + MAX_GAP)]))
+    assert [[event.step for event in each] for each in found] == [[10, 11], [far, far + MAX_GAP]]
 
 
 def test_a_rollback_turns_the_step_back_and_not_the_tick():
