@@ -160,7 +160,7 @@ def old_paths(place, monkeypatch):
     """The stored files with import paths that no longer exist, and a table that maps them to today's."""
     for old, new in MADE_UP.items():
         monkeypatch.setitem(moved.MOVED, old, new)
-        for file in [*place.rglob("*.yaml"), *place.rglob("scene.json"), *place.rglob("mine.py")]:
+        for file in [*place.rglob("*.yaml"), *place.rglob("step.json"), *place.rglob("mine.py")]:
             file.write_text(file.read_text().replace(new, old))
     yield place
     for name in [name for name in sys.modules if moved.now(name) != name or name == "stabletrain.ancient"]:

@@ -1,7 +1,8 @@
 """Compares two folders of a case, and reports the first difference.
 
 All files are compared: tensors bit by bit, everything else as text. Only this is masked: times, speeds and peak memory;
-randomly drawn names; import paths and line numbers of the package, which may move.
+randomly drawn names; import paths and line numbers of the package, which may move; and `scene.json`, the name that an
+incident's `step.json` had until a21269c.
 """
 
 import csv
@@ -42,6 +43,7 @@ TEXT = [
     (r"\b(process|pid:?|PID) \d+", rf"\1 {MASK}"),
     (r"(wandb-client-artifact://)\w+", rf"\1{MASK}"),
     (r"(\.tmp-)\d+", rf"\1{MASK}"),  # the id of the writing process
+    (r"\bscene\.json\b", "step.json"),
     (r"\b([IWE])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ", rf"\1{MASK} "),  # PyTorch's log
 ]
 """Patterns in text, and their replacements."""
@@ -84,7 +86,7 @@ def files_of(folder: Path) -> dict[str, Path]:
         if not file.is_file() or "__pycache__" in parts:
             continue
         if "wandb" not in parts:
-            found["/".join(parts)] = file
+            found["/".join(parts).replace("/scene.json", "/step.json")] = file
         elif file.suffix == ".wandb" and not file.is_symlink():
             start = "/".join(parts[: parts.index("wandb") + 1])
             found[f"{start}/{sum(name.startswith(start) for name in found)}.wandb"] = file

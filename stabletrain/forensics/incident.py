@@ -2,7 +2,7 @@
 
 A folder appears complete, by a rename. What a killed process has left is hidden, and the next one removes it.
 
-incidents/step-00000123/    diagnosis.json  report.md  scene.json  batch.safetensors  state.safetensors
+incidents/step-00000123/    diagnosis.json  report.md  step.json  batch.safetensors  state.safetensors
 """
 
 import errno
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.replay import VARIANTS, Outcome
 from stabletrain.forensics.report import report
-from stabletrain.forensics.repro import BATCH, SCENE, STATE
+from stabletrain.forensics.repro import BATCH, STATE, STEP
 from stabletrain.forensics.subject import Subject
 from stabletrain.printable import printable
 from stabletrain.tracking.metrics import now, plain, replace
@@ -145,7 +145,7 @@ def write(
         try:
             subject.save(path)
         except OSError:
-            for file in (SCENE, BATCH, STATE):
+            for file in (STEP, BATCH, STATE):
                 (path / file).unlink(missing_ok=True)
             raise
 

@@ -5,7 +5,7 @@ buffers differ, because the next step's forward pass has already run; `step.comp
 repro holds them. Nothing in a repro is ever modified: a replay runs on `copy_model()`, which has its own weights,
 buffers, gradients and attributes, and is not compiled.
 
-On disk a repro is `scene.json`, `batch.safetensors` and `state.safetensors`, without pickle. A model that is built from
+On disk a repro is `step.json`, `batch.safetensors` and `state.safetensors`, without pickle. A model that is built from
 the run's configuration and loaded from these files computes the same bits.
 """
 
@@ -181,14 +181,14 @@ def is_scaled(precision: Precision) -> bool:
     return isinstance(precision, Stateful) and "scale" in precision.state_dict()
 
 
-class Begun(TypedDict):
-    """What every `scene.json` has."""
+class FormatAndStep(TypedDict):
+    """The keys that every `step.json` has."""
 
     format: int
     step: Count
 
 
-class Closure(TypedDict):
+class ClosureRecord(TypedDict):
     """How another process imports a closure of a user's loop, and finds its model."""
 
     module: str
@@ -199,8 +199,8 @@ class Closure(TypedDict):
     sha256: str | None
 
 
-class Code(TypedDict):
-    """A source file of the user's, as the run imported it."""
+class SourceFile(TypedDict):
+    """One of the user's source files, as the run imported it."""
 
     file: str
     sha256: str | None
@@ -213,8 +213,8 @@ class Metadata(TypedDict, total=False):
     choices: dict[str, str | None]
 
 
-class Scene(Begun, total=False):
-    """The content of `scene.json`: a step of a run, or one of a user's loop, which has `closures`.
+class SavedStep(FormatAndStep, total=False):
+    """The content of `step.json`: a step of a run, or one of a user's loop, which has `closures`.
 
     Beside these keys it has, for each file of tensors, their tree under the file's name and its SHA-256.
     """
@@ -227,25 +227,25 @@ class Scene(Begun, total=False):
     compiled: bool
     compiled_for: list[Count] | None
     applied: bool
-    code: dict[str, Code] | None
+    code: dict[str, SourceFile] | None
     threads: Count | None
     order: dict[str, list[Count]]
     sources: list[str] | None
     about: Metadata
-    closures: list[Closure]
+    closures: list[ClosureRecord]
     precision: str
     comparable: bool
     device: str
 
 
 FORMAT = 1
-SCENE, BATCH, STATE = "scene.json", "batch.safetensors", "state.safetensors"
+STEP, BATCH, STATE = "step.json", "batch.safetensors", "state.safetensors"
 
 
 def save_repro(folder: Path, repro: Repro) -> None:
     """Writes a repro, without `older` and `fresh`, into `folder`, which is created if necessary.
 
-    `scene.json` is written last: a folder without it is incomplete.
+    `step.json` is written last: a folder without it is incomplete.
 
     Raises:
         OSError: the disk is full or gone.
@@ -280,12 +280,12 @@ def save_repro(folder: Path, repro: Repro) -> None:
     }
     skeleton = flatten(about)[1]
     folder.mkdir(parents=True, exist_ok=True)
-    # Remove an older `scene.json` first: it does not describe the new tensors.
-    (folder / SCENE).unlink(missing_ok=True)
+    # Remove an older `step.json` first: it does not describe the new tensors.
+    (folder / STEP).unlink(missing_ok=True)
     for file, tree in ((BATCH, laid_out), (STATE, state)):
         tensors, skeleton[file] = flatten(to_host(tree))
         skeleton[f"{file} sha256"] = write(folder / file, tensors)
-    (folder / SCENE).write_text(json.dumps(skeleton, allow_nan=False))
+    (folder / STEP).write_text(json.dumps(skeleton, allow_nan=False))
 
 
 def save_batch(folder: Path, batch: Batch) -> None:
@@ -314,18 +314,18 @@ def by_stride(tensor: Tensor) -> list[int]:
 
 
 def read(folder: Path) -> Tree:
-    """Reads `scene.json`.
+    """Reads `step.json`.
 
     Raises:
         ConfigError: the file is missing, unreadable or of another format version.
     """
     which = "replay an incident that this version of stabletrain recorded"
     try:
-        found = read_record(folder / SCENE, Scene)
+        found = read_record(folder / STEP, SavedStep)
     except DamagedFile as error:
         raise ConfigError(f"{error}: {which}") from error
     if found["format"] != FORMAT:
-        raise ConfigError(f"{folder / SCENE} is of format {found['format']}; this version reads {FORMAT}: {which}")
+        raise ConfigError(f"{folder / STEP} is of format {found['format']}; this version reads {FORMAT}: {which}")
     return found
 
 
@@ -365,7 +365,7 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
         if not 1 <= rest[1] <= max(len(batch), 1) or len(batch) % rest[1]:
             raise ValueError(f"{rest[1]} micro-batches of a batch of {len(batch)} samples")
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DamagedFile(f"{folder / SCENE} is damaged ({type(error).__name__}: {error})") from error
+        raise DamagedFile(f"{folder / STEP} is damaged ({type(error).__name__}: {error})") from error
     if not (found["scaled"] and is_scaled(tools.precision)):  # a fix changes the precision
         loss_scale = float(tools.precision.loss_scale())
     return Repro(
@@ -419,7 +419,7 @@ def tensors_of(folder: Path, file: str, found: Tree) -> Tree:
         reason = "a value that is no tensor"
     except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
         reason = f"{type(error).__name__}: {error}"
-    raise DamagedFile(f"{folder / SCENE} is damaged: it does not fit {file} ({reason})")
+    raise DamagedFile(f"{folder / STEP} is damaged: it does not fit {file} ({reason})")
 
 
 @torch.no_grad()

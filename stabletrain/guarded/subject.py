@@ -29,7 +29,7 @@ from stabletrain.guarded.part import Part, named_tensors
 from stabletrain.guarded.rerun import Pass, Rerun
 from stabletrain.guarded.rounds import Rounds, SharedRounds
 from stabletrain.guarded.samples import BatchTrials, bad_samples, largest_input, place, without_bad_values
-from stabletrain.guarded.saved_step import save_step, why_not_replayable
+from stabletrain.guarded.saved_step import save_loop_step, why_not_replayable
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.records import RankPart, Reading
 from stabletrain.stability.guard.recheck import Finding
@@ -203,7 +203,7 @@ class LoopSubject:
     def save(self, folder: Path) -> None:
         """Writes the batch; and the weights, if the step can be replayed from the folder."""
         whole = not self.why_not_replayable()
-        save_step(folder, self.rerun, self.reading, whole=whole, comparable=self.comparable)
+        save_loop_step(folder, self.rerun, self.reading, whole=whole, comparable=self.comparable)
 
     def why_not_replayable(self) -> str:
         """Returns why `stabletrain replay` cannot run the step from its folder; empty if it can."""

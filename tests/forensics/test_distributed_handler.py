@@ -125,7 +125,7 @@ def test_gathering_the_weights_takes_no_time_from_the_diagnosis(tmp_path, monkey
     monkeypatch.setattr(distributed_handler, "together", lambda work: work())
     monkeypatch.setattr(distributed_handler.OlderState, "finish", lambda self, error: None)
     job = given.made(tmp_path, *given.GPT)
-    repro = given.scene_of(job, job.data.load(0), reading=READING)
+    repro = given.repro_of(job, job.data.load(0), reading=READING)
     handler = DistributedIncidentHandler(Own(), Ranks(0, 2, 0, launched=True))
     states = Gathered(job.state.model, lambda: None)
     assert handler.handle(lambda: repro, "nonfinite", states=states, classes=None, optimizer=None) is None

@@ -162,7 +162,7 @@ def test_a_full_disk_costs_the_folder_and_neither_the_cause_nor_the_run(tmp_path
     assert [(event["cause"], event["path"]) for event in found] == [("bad_label", None)] * 2
     assert capsys.readouterr().out.count("could not be written (No space left on device)") == 2
     left = [file.name for file in tmp_path.glob("on/incidents/*/*")]
-    assert not {"scene.json", "batch.safetensors", "state.safetensors"} & set(left)
+    assert not {"step.json", "batch.safetensors", "state.safetensors"} & set(left)
     assert left.count("diagnosis.json") == (2 if place == "state" else 0)
 
 

@@ -45,7 +45,7 @@ CONTRACT = {
     ),
     *("limits", "damage", "evidence", "time", "seconds", "not_looked_at", "not_replayable", "tick", "settings"),
 }
-FILES = {"diagnosis.json", "report.md", "scene.json", "batch.safetensors", "state.safetensors"}
+FILES = {"diagnosis.json", "report.md", "step.json", "batch.safetensors", "state.safetensors"}
 
 
 def test_a_second_incident_of_a_step_gets_its_own_folder(tmp_path):
@@ -187,7 +187,7 @@ def test_an_update_that_is_not_finite_is_filed_with_the_batch_and_is_not_replaye
     found = investigate(subject, "update", classes=2, optimizer=optimizer, setting=RunSettings())
     assert found.evidence.outcomes == {}
     folder = file_incident(tmp_path, subject, found, rank=None, keep_state=True, execution=Execution(3, "x"))
-    assert {file.name for file in folder.iterdir()} == FILES - {"scene.json", "state.safetensors"}
+    assert {file.name for file in folder.iterdir()} == FILES - {"step.json", "state.safetensors"}
     ((path, record),) = incidents(folder)
     assert (record["kind"], record["cause"]) == ("update", "unsafe_optimizer")
     assert (record["origin"]["direction"], record["origin"]["module"]) == ("update", "weight")

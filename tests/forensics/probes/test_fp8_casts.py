@@ -21,7 +21,7 @@ from stabletrain.stability import precision
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.devices import need_torchao
-from tests.forensics.given import made, scene_of
+from tests.forensics.given import made, repro_of
 from tests.runs import TINY_GPT, composed
 from tests.stability.precision.given import CPU
 
@@ -163,7 +163,7 @@ def test_gradients_that_fp8_flushes_are_told_from_those_that_are_zero_anyway(tmp
     """A channel of 2^30 that the model itself undoes: fp32 and bf16 lose nothing, the gradients of fp8 become 0."""
     job = made(tmp_path, *TINY_GPT, "precision=fp8", "precision.recipe=rowwise", "init=torch")
     assert can_underflow(job.tools.precision)
-    repro = scene_of(job, job.data.batches.get(0))
+    repro = repro_of(job, job.data.batches.get(0))
     assert not underflow(repro).real
     factors = torch.tensor([2.0**30, *[1.0] * 15])
     for block in job.state.model.blocks:
@@ -181,10 +181,10 @@ def test_gradients_that_fp8_flushes_are_told_from_those_that_are_zero_anyway(tmp
 
 def test_a_bf16_step_has_no_casts_and_costs_no_replay(tmp_path):
     job = made(tmp_path, *TINY_GPT, "precision=bf16")
-    repro = scene_of(job, job.data.batches.get(0))
+    repro = repro_of(job, job.data.batches.get(0))
     assert fp8_casts(repro) is None
     eight = made(tmp_path / "fp8", *TINY_GPT, "precision=fp8")
-    found = fp8_casts(scene_of(eight, eight.data.batches.get(0)))
+    found = fp8_casts(repro_of(eight, eight.data.batches.get(0)))
     assert not found.lost
     assert not found.clipped
     assert not found.tried
