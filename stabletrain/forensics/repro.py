@@ -105,7 +105,7 @@ class Repro:
 
     def replay_tools(self) -> Tools:
         """The tools for one process, with a copy of the precision at the step's loss scale."""
-        precision = at_scale(self.tools.precision, self.loss_scale)
+        precision = with_loss_scale(self.tools.precision, self.loss_scale)
         return replace(self.tools, precision=precision, parallel=SingleProcess(), guard=NoGuard())
 
     def to_micro_batches(self, batch: Batch) -> list[Batch]:
@@ -138,7 +138,7 @@ def copy_of_model(model: nn.Module) -> nn.Module:
     try:
         model_copy = copy.deepcopy(model, dict(graphs))
     except Exception:  # an attribute that cannot be copied may raise anything
-        model_copy = copy.deepcopy(model, shared(model, graphs) | graphs)
+        model_copy = copy.deepcopy(model, uncopyable_attributes(model, graphs) | graphs)
     for mine, live in zip(model_copy.parameters(), model.parameters(), strict=True):
         mine.grad = None
         for hook in (live._backward_hooks or {}).values():
@@ -148,7 +148,7 @@ def copy_of_model(model: nn.Module) -> nn.Module:
     return model_copy
 
 
-def shared(model: nn.Module, copied: Mapping[int, Any]) -> dict[int, Any]:
+def uncopyable_attributes(model: nn.Module, copied: Mapping[int, Any]) -> dict[int, Any]:
     """The attributes of a model's modules that cannot be copied, by `id`."""
     found: dict[int, Any] = {}
     for module in model.modules():
@@ -168,7 +168,7 @@ def is_compiled(module: nn.Module) -> bool:
     return (code is not None and compiled_shape(module) is None) or hasattr(module, "_orig_mod")
 
 
-def at_scale(precision: Precision, loss_scale: float) -> Precision:
+def with_loss_scale(precision: Precision, loss_scale: float) -> Precision:
     """A copy of a precision at a given loss scale; without a loss scale, an unchanged copy."""
     then = copy.copy(precision)
     if isinstance(then, Stateful) and is_scaled(precision):
@@ -258,7 +258,7 @@ def save_repro(folder: Path, repro: Repro) -> None:
         "buffers": dict(zip(names, repro.buffers, strict=True)),
     }
     kept = {"inputs": batch.inputs, "targets": batch.targets, "ids": batch.ids}
-    order = {name: by_stride(tensor) for name, tensor in kept.items() if tensor is not None}
+    order = {name: dims_by_stride(tensor) for name, tensor in kept.items() if tensor is not None}
     # Keep the memory layout: the choice of kernel, and so the bits, depends on it.
     laid_out = {name: tensor.permute(order[name]) for name, tensor in kept.items() if tensor is not None}
     about = {
@@ -308,7 +308,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def by_stride(tensor: Tensor) -> list[int]:
+def dims_by_stride(tensor: Tensor) -> list[int]:
     """The dimensions of a tensor in memory order, outermost first."""
     return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
 
@@ -354,10 +354,10 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     put_(buffers, state["buffers"], folder, strict)
     try:
-        laid_out = {name: kept[name].permute(inverse(order)) for name, order in found["order"].items()}
+        laid_out = {name: kept[name].permute(inverse_permutation(order)) for name, order in found["order"].items()}
         batch = Batch(laid_out["inputs"], laid_out["targets"], laid_out.get("ids"), found["sources"])
         reading, part, loss_scale = unflatten([found["reading"], found.get("part"), found["loss_scale"]], {})
-        reading = None if reading is None else reading_of(reading)
+        reading = None if reading is None else checked_reading(reading)
         part = None if part is None else RankPart(**part)
         rest = [found[key] for key in ("scaled", "micro_batches", "compiled", "about")]
         if not isinstance(loss_scale, int | float):
@@ -386,7 +386,7 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     )
 
 
-def reading_of(saved: Mapping[str, Any]) -> Reading:
+def checked_reading(saved: Mapping[str, Any]) -> Reading:
     """Returns the reading that an incident holds.
 
     Raises:
@@ -440,6 +440,6 @@ def put_(live: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path, 
         live[name].copy_(value)
 
 
-def inverse(order: Sequence[int]) -> list[int]:
+def inverse_permutation(order: Sequence[int]) -> list[int]:
     """The inverse permutation."""
     return sorted(range(len(order)), key=lambda place: order[place])

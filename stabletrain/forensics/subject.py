@@ -16,11 +16,19 @@ from stabletrain.checkpoint.tree import Tree
 from stabletrain.forensics.diagnosis.evidence import LargestInput
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
-from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_culprits, named
+from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_culprits, identity_of
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow, underflow
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import VARIANTS, CompiledCopy, Outcome, in_order, in_true_fp32, perform, replay
+from stabletrain.forensics.replay import (
+    VARIANTS,
+    CompiledCopy,
+    Outcome,
+    forward_backward,
+    in_true_fp32,
+    ordered_variants,
+    replay,
+)
 from stabletrain.forensics.repro import Repro, save_batch, save_repro
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.monitors.probe import Probe
@@ -150,7 +158,7 @@ class StepSubject:
     @property
     def variants(self) -> Sequence[str]:
         """See `Subject`."""
-        return in_order(self.repro)
+        return ordered_variants(self.repro)
 
     def older(self) -> Tree | None:
         """See `Subject`."""
@@ -162,7 +170,7 @@ class StepSubject:
 
     def identify(self, index: int) -> Mapping[str, Any]:
         """Returns the sample's id and source, if the data provides them."""
-        return named(self.repro.batch, index)
+        return identity_of(self.repro.batch, index)
 
     def replay(self, variant: str) -> Outcome:
         """See `Subject`."""
@@ -181,7 +189,7 @@ class StepSubject:
         tools = replace(take.tools, objective=take.tools.objective.plain)
         tracing = Trace(take.model)
         with tracing, in_true_fp32(variant):
-            perform(take.model, take.batches, tools, self.step)
+            forward_backward(take.model, take.batches, tools, self.step)
         return tracing
 
     def culprits(self) -> Culprits | None:
@@ -218,7 +226,7 @@ class StepSubject:
         """See `Subject`."""
         repro = self.repro
         model = repro.copy_model()
-        perform(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)
+        forward_backward(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)
         return staleness(repro.model, [parameter.grad for parameter in model.parameters()], optimizer)
 
     def underflow(self) -> Underflow | None:

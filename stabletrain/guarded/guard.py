@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.forensics.handler import IncidentSummary
+from stabletrain.forensics.handler import IncidentRequest, IncidentSummary
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.guarded.agreement import Alone, innermost, together
 from stabletrain.guarded.gradients import BareTensors, trained_parameters, unwrapped
@@ -549,7 +549,9 @@ class Guard:
                 clips=self._judge.clips,
                 best_loss=self._best,
             )
-            found = self._incidents.investigate(subject, policy.kind, self._optimizer, bounds(policy), known)
+            # Sharded moments are not whole on any rank.
+            optimizer = None if subject.sharded else self._optimizer
+            found = self._incidents.investigate(subject, IncidentRequest(policy.kind, optimizer, bounds(policy)), known)
             if found is not None:
                 policy.note_mistake(found)
             verdict = self._verdict_on_machine(begun, reading, verdict, None if found is None else found.cause)

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.optim import Optimizer
 
-from stabletrain.forensics.agreement import NotInvestigated, exchange, in_one_line
+from stabletrain.forensics.agreement import NotInvestigated, one_line_of
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.causes import unknown
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
-from stabletrain.forensics.distributed_handler import Account, account_of, write_together
-from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentSummary
+from stabletrain.forensics.distributed_handler import main_has_budget, write_together
+from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentRequest, IncidentSummary
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.recorder import Trace
@@ -100,27 +99,18 @@ class LoopHandler(IncidentHandler):
         """Whether another incident may be investigated."""
         return self._investigations < ATTEMPTS * self.max_incidents and len(self._of_process) < self.max_incidents
 
-    def investigate(
-        self,
-        subject: Subject,
-        kind: str,
-        *,
-        classes: int | None,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float],
-    ) -> Findings | None:
+    def investigate(self, subject: Subject, request: IncidentRequest) -> Findings | None:
         """Returns the findings; None if the alarm was false."""
-        found = super().investigate(subject, kind, classes=classes, optimizer=optimizer, limits=limits)
+        found = super().investigate(subject, request)
         if found is None:
             return None
-        blind = isinstance(subject, LoopSubject) and bool(subject.gap)
-        evidence = found.evidence
-        if kind == "update":  # closures play no part in it
-            return replace(found, diagnosis=of_any_loop(found.diagnosis))
-        if blind and evidence.origin is None and not evidence.samples and not evidence.damage:
-            found = replace(found, diagnosis=unseen(evidence))  # nothing was measured that could tell the cause
-        gaps = [subject.gap] if isinstance(subject, LoopSubject) and subject.gap else []
-        return replace(found, diagnosis=of_any_loop(found.diagnosis), failures=[*gaps, *found.failures])
+        gap = subject.gap if isinstance(subject, LoopSubject) and request.kind != "update" else ""
+        if gap:  # the closures take no part in an update
+            evidence = found.evidence
+            if evidence.origin is None and not evidence.samples and not evidence.damage:
+                found = replace(found, diagnosis=unseen(evidence))  # nothing was measured that could tell the cause
+            found = replace(found, failures=[gap, *found.failures])
+        return replace(found, diagnosis=of_any_loop(found.diagnosis))
 
 
 class Incidents:
@@ -141,28 +131,18 @@ class Incidents:
         self._handler = LoopHandler(max_incidents, max_seconds, self.found) if max_incidents else None
 
     def investigate(
-        self,
-        subject: LoopSubject,
-        kind: str,
-        optimizer: Optimizer,
-        limits: tuple[float, float],
-        setting: RunSettings,
+        self, subject: LoopSubject, request: IncidentRequest, setting: RunSettings
     ) -> IncidentSummary | None:
         """Investigates a step, and files and shows what is new; returns None if there was no investigation.
 
         All ranks must call it together.
-
-        Args:
-            kind: `nonfinite`, `spike`, `state`, `recheck`, or `update` for a subject with `update`.
-            optimizer: only read.
-            limits: the guard's limits of loss and gradient norm.
         """
         if self._handler is None:
             return None
         self._handler.open(self._folder, setting)
         step = subject.reading.step
         try:
-            summary = self._handle(self._handler, subject, kind, None if subject.sharded else optimizer, limits)
+            summary = self._handle(self._handler, subject, request)
         except NotInvestigated as error:
             self.note(f"step {step}: this incident is not investigated: {error}")
             return None
@@ -171,46 +151,33 @@ class Incidents:
             self.note(*summary.lines)
         return summary
 
-    def _handle(
-        self,
-        handler: LoopHandler,
-        subject: LoopSubject,
-        kind: str,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float],
-    ) -> IncidentSummary | None:
+    def _handle(self, handler: LoopHandler, subject: LoopSubject, request: IncidentRequest) -> IncidentSummary | None:
         """Investigates on this rank alone, or on all, and has one of them write the folder."""
         several = self._ranks.distributed
-        allowed = handler.has_budget() if not several else all(exchange(self._main_has_budget))
-        if not allowed:
+        if not (main_has_budget(handler, self._ranks) if several else handler.has_budget()):
             return None
         handler.count()
+        # Ranks wait for each other: use at most half of the time that they wait.
         subject.deadline = handler.deadline(timeout().total_seconds() / 2 if several else math.inf)
         found: Findings | None = None
         error: Exception | None = None
         try:
-            found = handler.investigate(subject, kind, classes=None, optimizer=optimizer, limits=limits)
+            found = handler.investigate(subject, request)
         except NotInvestigated:
             raise
         except Exception as raised:  # explaining a step must not end the training
             error = raised
-        subject.rounds.finish()
+        subject.rounds.finish()  # another rank may still need this rank's shards
         if several:
-
-            def account() -> Account:
-                if error is not None:
-                    raise error
-                return account_of(found)
-
-            return write_together(handler, self._ranks.rank, subject, found, exchange(account))
+            return write_together(handler, self._ranks.rank, subject, found, error)
         if error is not None:
-            raise NotInvestigated(in_one_line(error)) from error
+            raise NotInvestigated(one_line_of(error)) from error
         if found is None:
             return None
         try:
             return handler.write_incident(subject, found)
         except Exception as raised:  # nor must writing it: a batch may hold anything
-            raise NotInvestigated(in_one_line(raised)) from raised
+            raise NotInvestigated(one_line_of(raised)) from raised
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:
         """Logs where values were first not finite in a closure that raised an error, if any were."""
@@ -230,10 +197,6 @@ class Incidents:
             f"before this {type(error).__name__}, {first.op} in {first.module or 'the model'} gave NaN or Inf: {why}",
             f"at: {first.source}" + (f", called from {first.called_from}" if first.called_from else ""),
         )
-
-    def _main_has_budget(self) -> bool:
-        """Whether the budget allows another investigation; the main process decides, because it counts the folders."""
-        return not self._ranks.is_main or (self._handler is not None and self._handler.has_budget())
 
     def note(self, *lines: str) -> None:
         """Logs lines on the main process."""

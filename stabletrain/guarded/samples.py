@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stabletrain.forensics.diagnosis.evidence import LargestInput
-from stabletrain.forensics.probes.samples import MOST, at
+from stabletrain.forensics.probes.samples import MAX_LISTED, first_place
 from stabletrain.guarded.part import Part, map_tensors, named_tensors
 from stabletrain.guarded.rerun import Pass, Rerun
 
@@ -75,10 +75,10 @@ def bad_samples(parts: Sequence[Part], usual: Sequence[Part]) -> list[dict[str, 
             for row in bad.reshape(size, -1).any(1).nonzero().flatten().tolist():
                 mine = bad[row]
                 what = f"{of_batch(name)} holds {int(mine.sum())} of {mine.numel()} values that are NaN or Inf"
-                fault = {"fault": "label" if label else "input", "what": f"{what}, the first{at(mine)}"}
+                fault = {"fault": "label" if label else "input", "what": f"{what}, the first{first_place(mine)}"}
                 found.setdefault(start + row, {"index": start + row, **place(start + row, parts), **fault})
         start += size
-    return [found[index] for index in sorted(found)][:MOST]
+    return [found[index] for index in sorted(found)][:MAX_LISTED]
 
 
 def without_bad_values(parts: Sequence[Part]) -> list[Part]:
@@ -182,7 +182,7 @@ class BatchTrials:
         """Number of samples of the step."""
         return len(self._rows)
 
-    def whole(self) -> bool | None:
+    def whole_batch_fails(self) -> bool | None:
         """See `Trials`; decides whether a backward pass is needed."""
         found = self._run(self._parts) if self.can_go_on(1) else None
         self._forward_only = found is not None and not math.isfinite(found.loss)
@@ -198,7 +198,7 @@ class BatchTrials:
             self._fillers = [None] * len(self._parts)
         return not verdict
 
-    def bad(self, rows: Sequence[int]) -> bool | None:
+    def fails_with(self, rows: Sequence[int]) -> bool | None:
         """See `Trials`. Without a filler, micro-batches that hold none of these samples are left out."""
         mine: dict[int, list[int]] = {}
         for index in rows:

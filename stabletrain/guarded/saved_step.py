@@ -165,7 +165,7 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
     saved = files.read(folder)
     kept = files.tensors_of(folder, files.BATCH, saved)
     try:
-        reading = files.reading_of(unflatten(saved["reading"], {}))
+        reading = files.checked_reading(unflatten(saved["reading"], {}))
         batches, _ = kept["batches"], generators_of(kept["generators"], torch.device(saved["device"]))
         check_type(saved["closures"], list[files.ClosureRecord], "closures")
         if not len(saved["closures"]) == len(batches) > 0:

@@ -16,7 +16,7 @@ from stabletrain.checkpoint.tree import Tree
 from stabletrain.forensics.diagnosis.evidence import LargestInput
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts
-from stabletrain.forensics.probes.samples import Culprits, search
+from stabletrain.forensics.probes.samples import Culprits, find_by_bisection
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.probes.update import UpdateFault
@@ -164,7 +164,7 @@ class LoopSubject:
         if not self.rerun.begun.parts:
             raise NotPossible(self.gap)
         trials = BatchTrials(self.rerun, self.usual, self.deadline)
-        return search(trials.samples, trials)
+        return find_by_bisection(trials.samples, trials)
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns the largest attention logit."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stabletrain.forensics.repro import at_scale, copy_of_model
+from stabletrain.forensics.repro import copy_of_model, with_loss_scale
 from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
@@ -147,7 +147,7 @@ def again(run: TrainingRun, executed: ExecutedStep, reading: Reading, compared: 
         for buffer, before in zip(model.buffers(), executed.saved_buffers.tensors(), strict=True):
             buffer.copy_(before)
     tools, device = run.tools, run.device
-    precision = at_scale(tools.precision, reading.loss_scale)
+    precision = with_loss_scale(tools.precision, reading.loss_scale)
     batches = executed.batch.to(device).split(run.plan.grad_accum_steps)
     n_valid, _ = count_targets(batches)
     first = next(batch for batch in batches if batch.targets.numel())

@@ -12,7 +12,7 @@ from torch import nn
 from stabletrain.forensics import replay as replay_module
 from stabletrain.forensics import subject as subject_module
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.investigate import Attempts, divisor_history, investigate, origin_of
+from stabletrain.forensics.investigate import Checks, divisor_history, investigate, origin_of
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.repro import Repro
@@ -124,7 +124,7 @@ class Counting(nn.Module):
 @pytest.fixture
 def replayed(monkeypatch):
     """The replays that ran: which variant, and whether on a compiled copy; and the compiled copies."""
-    ran, copies, run, perform = [], [], subject_module.replay, replay_module.perform
+    ran, copies, run, perform = [], [], subject_module.replay, replay_module.forward_backward
 
     def noting(repro, variant, *rest):
         ran.append([variant, False])
@@ -136,7 +136,7 @@ def replayed(monkeypatch):
         return perform(model, *rest)
 
     monkeypatch.setattr(subject_module, "replay", noting)
-    monkeypatch.setattr(replay_module, "perform", performing)
+    monkeypatch.setattr(replay_module, "forward_backward", performing)
     monkeypatch.setattr(replay_module, "compile_", lambda model, shape: copies.append(model))
     return ran, copies
 
@@ -204,14 +204,14 @@ def test_at_the_time_limit_every_check_that_was_left_out_is_named(repro):
 
 
 def test_a_failed_attempt_is_recorded_and_the_next_one_runs():
-    attempt = Attempts(math.inf)
+    attempt = Checks(math.inf)
     assert attempt("one", lambda: 3, 0) == 3
     assert attempt("two", lambda: [][1], "otherwise") == "otherwise"
     assert attempt("three", lambda: torch.ones(2) @ torch.ones(500 * "x"), 0) == 0
     assert attempt.failures[0] == "two: IndexError: list index out of range"
     assert "\n" not in attempt.failures[1]
     assert len(attempt.failures[1]) <= 207
-    late = Attempts(time.monotonic())
+    late = Checks(time.monotonic())
     assert late("four", lambda: 1 / 0, 5) == 5
     assert late.failures == ["four: the time limit was reached"]
 
@@ -228,7 +228,7 @@ def test_the_largest_score_is_read_from_softmax_and_ignores_masks_and_the_loss()
 
 
 @pytest.mark.parametrize(
-    ("work", "makers"),
+    ("work", "divisor_ops"),
     [
         (lambda x: x / x.square().mean().sqrt(), ["aten.sqrt", "aten.mean", "aten.pow"]),
         (lambda x: x / x.std(-1, keepdim=True), ["aten.std", "aten.mul"]),
@@ -237,11 +237,11 @@ def test_the_largest_score_is_read_from_softmax_and_ignores_masks_and_the_loss()
     ],
     ids=["root of a mean of squares", "std", "through add and expand", "stops at another function"],
 )
-def test_the_history_of_a_divisor_is_followed_back_to_its_sum(work, makers):
+def test_the_history_of_a_divisor_is_followed_back_to_its_sum(work, divisor_ops):
     with Trace(nn.Identity()) as recorded:
         work(torch.ones(4, 3) * 2)
     (index,) = [record.index for record in recorded.records if record.op == "aten.div"]
-    assert divisor_history(recorded.records, index) == makers
+    assert divisor_history(recorded.records, index) == divisor_ops
 
 
 def test_the_trace_of_a_healthy_step_has_no_origin(repro):

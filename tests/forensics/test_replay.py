@@ -11,7 +11,7 @@ import stabletrain.trainer.loop
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.forensics.probes.samples import find_culprits
-from stabletrain.forensics.replay import VARIANTS, near, replay, replays
+from stabletrain.forensics.replay import VARIANTS, nearly_equal, replay, replays
 from stabletrain.forensics.repro import load_repro, save_repro
 from stabletrain.records import Batch, RankPart
 from stabletrain.step import compute
@@ -227,9 +227,9 @@ def test_on_several_ranks_a_replay_is_compared_with_the_ranks_own_part(tmp_path)
 
 
 def test_numbers_that_are_not_finite_are_near_each_other():
-    assert near(math.nan, math.inf)
-    assert not near(math.nan, 1.0)
-    assert near(0.0, 0.0)
+    assert nearly_equal(math.nan, math.inf)
+    assert not nearly_equal(math.nan, 1.0)
+    assert nearly_equal(0.0, 0.0)
 
 
 def test_what_cannot_be_run_says_why(tmp_path):

@@ -11,7 +11,15 @@ from torch import nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.replay import replay
-from stabletrain.forensics.repro import Repro, about, at_scale, copy_of_model, is_compiled, load_repro, save_repro
+from stabletrain.forensics.repro import (
+    Repro,
+    about,
+    copy_of_model,
+    is_compiled,
+    load_repro,
+    save_repro,
+    with_loss_scale,
+)
 from stabletrain.machine.compiling import compile_, undo_compile_
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
@@ -76,8 +84,8 @@ def test_its_tools_run_alone_at_the_steps_loss_scale(repro):
 
 def test_a_precision_without_a_loss_scale_stays_as_it_is():
     mode = precision.bf16(CPU)
-    assert at_scale(mode, 1024.0) == mode
-    assert float(at_scale(mode, 1024.0).loss_scale()) == 1
+    assert with_loss_scale(mode, 1024.0) == mode
+    assert float(with_loss_scale(mode, 1024.0).loss_scale()) == 1
 
 
 def test_a_replay_is_comparable_only_if_it_computes_the_same_operations(repro):

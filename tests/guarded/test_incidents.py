@@ -10,6 +10,7 @@ import torch
 from stabletrain.forensics.diagnosis import causes, fixes, fp8_causes, update_causes
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.handler import IncidentRequest
 from stabletrain.forensics.incident_list import incidents
 from stabletrain.forensics.probes.update import trace_update
 from stabletrain.guarded.incidents import IN_CODE, LoopHandler, in_code, of_any_loop
@@ -66,7 +67,7 @@ def test_an_update_that_is_not_finite_is_explained_although_no_closure_can_run_a
     subject.update = lambda: trace_update(loop.model, optimizer, optimizer.step)
     handler = LoopHandler(10, 60.0, [])
     handler.open(tmp_path, RunSettings(values={"optimizer.eps": 0, "optimizer.lr": 0.1}))
-    found = handler.investigate(subject, "update", classes=None, optimizer=None, limits=(9.0, 9.0))
+    found = handler.investigate(subject, IncidentRequest("update", limits=(9.0, 9.0)))
     assert (found.diagnosis.cause, found.failures) == ("unsafe_optimizer", [])
     assert found.diagnosis.fix[0] == "eps=1e-08 in the optimizer, so that no denominator is 0"
     handler.write_incident(subject, found)

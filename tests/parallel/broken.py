@@ -54,7 +54,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "receive": ("stabletrain.parallel.whole.Gather._take", fails_on(Gather._take, lambda shard: len(shard.shape) > 1)),
     "older": ("stabletrain.trainer.rollback.Rollback.older_state", raises(RuntimeError("no snapshot"))),
     "send older": ("stabletrain.parallel.whole.Gather._fill", fails_on(Gather._fill, is_piece)),
-    "replay": (f"{FORENSICS}.replay.perform", raises(RuntimeError("no replay"))),
+    "replay": (f"{FORENSICS}.replay.forward_backward", raises(RuntimeError("no replay"))),
     "investigate": (f"{FORENSICS}.handler.investigate", raises(RuntimeError("no findings"))),
     "killed": (f"{FORENSICS}.handler.investigate", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)),
     "diagnose": (f"{FORENSICS}.investigate.diagnose", raises(RuntimeError("no diagnosis"))),

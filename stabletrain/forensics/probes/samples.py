@@ -15,18 +15,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from stabletrain.forensics.replay import perform
+from stabletrain.forensics.replay import forward_backward
 from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.forward import isolated
 from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 
-MOST = 8
+MAX_LISTED = 8
 """Maximum number of samples to list."""
 
 
 def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> list[dict[str, Any]]:
-    """Returns the samples that `stability/sanitize.py` rejects, at most `MOST`, in batch order.
+    """Returns the samples that `stability/sanitize.py` rejects, at most `MAX_LISTED`, in batch order.
 
     Args:
         batch: on any device.
@@ -46,21 +46,21 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
             ("label", bad_label(batch.targets[index], classes)),
         ):
             if what:
-                found.append({"index": index, **named(batch, index), "fault": fault, "what": what})
+                found.append({"index": index, **identity_of(batch, index), "fault": fault, "what": what})
                 break
     if not found and not batch.counted and not batch.count_targets():
         found = [
             {
                 "index": None,
-                **named(batch, 0),
+                **identity_of(batch, 0),
                 "fault": "ignored",
                 "what": f"every target is {IGNORE_INDEX}, so all are ignored",
             }
         ]
-    return found[:MOST]
+    return found[:MAX_LISTED]
 
 
-def named(batch: Batch, index: int) -> dict[str, Any]:
+def identity_of(batch: Batch, index: int) -> dict[str, Any]:
     """Id and source of a sample, if the data provides them."""
     found: dict[str, Any] = {}
     with suppress(IndexError, TypeError, ValueError):  # malformed ids or sources must not end the run
@@ -74,11 +74,12 @@ def bad_input(inputs: Tensor, vocab_size: int | None) -> str:
     if inputs.is_floating_point():
         bad = ~torch.isfinite(inputs)
         if bool(bad.any()):
-            return f"input holds {int(bad.sum())} of {inputs.numel()} values that are NaN or Inf, the first{at(bad)}"
+            holds = f"input holds {int(bad.sum())} of {inputs.numel()} values that are NaN or Inf"
+            return f"{holds}, the first{first_place(bad)}"
     elif vocab_size is not None:
         bad = (inputs < 0) | (inputs >= vocab_size)
         if bool(bad.any()):
-            return f"token {int(inputs[bad][0])}{at(bad)} is outside [0, {vocab_size})"
+            return f"token {int(inputs[bad][0])}{first_place(bad)} is outside [0, {vocab_size})"
     return ""
 
 
@@ -87,16 +88,16 @@ def bad_label(targets: Tensor, classes: int | None) -> str:
     if targets.is_floating_point():
         bad = ~torch.isfinite(targets)
         if bool(bad.any()):
-            return f"target {float(targets[bad][0])}{at(bad)} is not a finite number"
+            return f"target {float(targets[bad][0])}{first_place(bad)} is not a finite number"
         bad = (targets < 0) | (targets > (classes or 0) - 1) if classes is not None else torch.zeros_like(bad)
-        return f"target {float(targets[bad][0]):.4g}{at(bad)} is outside [0, 1]" if bool(bad.any()) else ""
+        return f"target {float(targets[bad][0]):.4g}{first_place(bad)} is outside [0, 1]" if bool(bad.any()) else ""
     if classes is None:
         return ""
     bad = ((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)
-    return f"target {int(targets[bad][0])}{at(bad)} is outside [0, {classes})" if bool(bad.any()) else ""
+    return f"target {int(targets[bad][0])}{first_place(bad)} is outside [0, {classes})" if bool(bad.any()) else ""
 
 
-def at(bad: Tensor) -> str:
+def first_place(bad: Tensor) -> str:
     """Index of the first bad value in the sample, ` at [0, 3, 5]`; empty for a scalar."""
     place = bad.nonzero()[0].tolist()
     return f" at {place}" if place else ""
@@ -138,7 +139,7 @@ def find_culprits(repro: Repro) -> Culprits:
     samples, the model runs at most 2 + 2 ceil(log2 n) times. The search stops
     after 8 + 4 ceil(log2 n) runs, or at the deadline.
     """
-    return search(len(repro.batch), Bisection(repro))
+    return find_by_bisection(len(repro.batch), Bisection(repro))
 
 
 @runtime_checkable
@@ -155,7 +156,7 @@ class Trials(Protocol):
         """Returns whether the budget and the deadline allow that many more passes."""
         ...
 
-    def whole(self) -> bool | None:
+    def whole_batch_fails(self) -> bool | None:
         """Returns whether the step is non-finite with its whole batch; None if it cannot be run."""
         ...
 
@@ -163,26 +164,26 @@ class Trials(Protocol):
         """Chooses samples that replace those left out; returns False if those are non-finite too."""
         ...
 
-    def bad(self, rows: Sequence[int]) -> bool | None:
+    def fails_with(self, rows: Sequence[int]) -> bool | None:
         """Returns whether the step is non-finite with these samples of the batch; None if it cannot be run."""
         ...
 
 
-def search(samples: int, trials: Trials) -> Culprits:
+def find_by_bisection(samples: int, trials: Trials) -> Culprits:
     """Finds the samples that make a step non-finite, by bisection."""
-    everyone = [*range(samples)]
-    if not everyone or not trials.whole():
+    all_samples = [*range(samples)]
+    if not all_samples or not trials.whole_batch_fails():
         return Culprits([], False, trials.passes)
     if not trials.find_filler():
-        return Culprits(everyone, False, trials.passes, others_too=True)
-    waiting, alone, together = deque([everyone]), [], []
+        return Culprits(all_samples, False, trials.passes, others_too=True)
+    waiting, alone, together = deque([all_samples]), [], []
     while waiting:
         rows = waiting.popleft()
         if len(rows) == 1:
             alone += rows
             continue
         halves = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-        verdicts = [trials.bad(half) for half in halves] if trials.can_go_on(2) else [None]
+        verdicts = [trials.fails_with(half) for half in halves] if trials.can_go_on(2) else [None]
         if None in verdicts or not any(verdicts):
             together += rows
         else:
@@ -191,7 +192,7 @@ def search(samples: int, trials: Trials) -> Culprits:
 
 
 @dataclass(frozen=True)
-class Divided:
+class FixedDivisor:
     """An objective that always divides by the same number of targets."""
 
     plain: Objective
@@ -217,22 +218,22 @@ class Bisection:
     def __init__(self, repro: Repro) -> None:
         self.passes = 0
         self._repro, self._most = repro, 8 + 4 * math.ceil(math.log2(max(len(repro.batch), 1)))
-        self._model, self._tools = repro.copy_model(), self._divided_as_then()
+        self._model, self._tools = repro.copy_model(), self._tools_with_fixed_divisor()
         self._forward_only = False
         self._filling: Batch | None = None
 
-    def _divided_as_then(self) -> Tools:
+    def _tools_with_fixed_divisor(self) -> Tools:
         """The tools, with an objective that divides by the number of targets in the whole batch."""
         # A few samples have few targets. Divided by these alone, their loss could overflow fp16 in the backward pass.
         tools, count = self._repro.replay_tools(), self._repro.batch.count_targets()
         n_valid = torch.tensor(max(count, 1), device=self._repro.device)
-        return replace(tools, objective=Divided(tools.objective.plain, n_valid))
+        return replace(tools, objective=FixedDivisor(tools.objective.plain, n_valid))
 
     def can_go_on(self, passes: int) -> bool:
         """Whether the budget and the deadline allow that many more passes."""
         return self.passes + passes <= self._most and time.monotonic() < self._repro.deadline
 
-    def whole(self) -> bool | None:
+    def whole_batch_fails(self) -> bool | None:
         """Whether the step is non-finite with its whole batch; decides whether backward is needed."""
         found = self._numbers(self._repro.to_micro_batches(self._repro.batch)) if self.can_go_on(1) else None
         self._forward_only = found is not None and not math.isfinite(found[0])
@@ -250,7 +251,7 @@ class Bisection:
         self._filling = other if verdict is False else None
         return not verdict
 
-    def bad(self, rows: Sequence[int]) -> bool | None:
+    def fails_with(self, rows: Sequence[int]) -> bool | None:
         """Whether the step is non-finite with these samples of the batch; None if it cannot be run."""
         batch = self._repro.batch
         if self._filling is None:
@@ -272,15 +273,15 @@ class Bisection:
         self._repro.reset_(model)
         try:
             if self._forward_only:
-                return (forward(model, batches, tools, step),)
-            return perform(model, batches, tools, step)[:2]
+                return (forward_loss(model, batches, tools, step),)
+            return forward_backward(model, batches, tools, step)[:2]
         except Exception:  # for example, BatchNorm rejects a single value
             return None
 
 
-def forward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> float:
+def forward_loss(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> float:
     """The loss alone, as `step.compute` computes it. The objective must ignore its `n_valid`."""
-    nobody_asks = torch.ones((), device=next(model.parameters()).device)
+    ignored = torch.ones((), device=next(model.parameters()).device)
     total = 0.0
     with isolated(model), torch.no_grad():
         tools.determinism.seed_step(tools.seed, step)
@@ -289,5 +290,5 @@ def forward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> 
                 inputs = tools.sanitizer.inputs(batch.inputs)[0]
                 outputs = model(inputs)
             targets = tools.sanitizer.targets(batch.targets, tools.objective.classes(outputs))[0]
-            total += float(tools.objective(outputs, batch.having(inputs, targets), nobody_asks).total)
+            total += float(tools.objective(outputs, batch.having(inputs, targets), ignored).total)
     return total

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.forensics.trace.callers import StepCallers
-from stabletrain.forensics.trace.recorder import Call, Source, Trace, kept, modified, read_by
+from stabletrain.forensics.trace.recorder import Call, Source, Trace, arguments_before, tensors_modified, tensors_read
 from stabletrain.forensics.trace.values import dense, is_float, measure, tensors, unscaled
 
 
@@ -76,20 +76,20 @@ class UpdateTrace(Trace):
         self._parameters: dict[int, frozenset[str]] = {}  # place -> what its values were computed from
         self._paused = False
         for tensor, label in known:
-            self.know(tensor, label)
+            self.label_before(tensor, label)
 
-    def know(self, tensor: Tensor, label: Label) -> None:
+    def label_before(self, tensor: Tensor, label: Label) -> None:
         """Labels a tensor; many may share one storage, as gradients in the buckets of DDP do."""
         if not dense(tensor).numel():
             return
-        key, (begin, end) = super()._place(tensor), span(tensor)
+        key, (begin, end) = super()._place(tensor), byte_range(tensor)
         spans = self._spans.setdefault(key, [])
         place = next((p for b, e, p in spans if (b, e) == (begin, end)), -1 - len(self.labels))
         if place not in self.labels:
             spans.append((begin, end, place))
         self.labels.setdefault(place, label)
 
-    def label(self, tensor: Tensor, label: Label) -> None:
+    def label_new(self, tensor: Tensor, label: Label) -> None:
         """Labels a tensor that the step has made, such as a moment."""
         self.labels.setdefault(self._place(tensor), label)
 
@@ -113,7 +113,7 @@ class UpdateTrace(Trace):
             return func(*args, **kwargs)
         op = str(getattr(func, "overloadpacket", func))
         grad, results = torch.is_grad_enabled(), []
-        parts = elements(op, args, kwargs)
+        parts = list_elements(op, args, kwargs)
         # One element at a time: the arguments that an operation modifies are copied to explain its result.
         for part_args, part_kwargs in parts or [(args, kwargs)]:
             results.append(self._run(func, op, grad, part_args, part_kwargs, listed=parts is not None))
@@ -124,17 +124,17 @@ class UpdateTrace(Trace):
     def _run(self, func: Any, op: str, grad: bool, args: tuple, kwargs: dict, *, listed: bool) -> Any:
         """Runs and records one operation."""
         with torch.no_grad():
-            single = of_one(op, args, kwargs) if listed else None
+            single = single_op(op, args, kwargs) if listed else None
             named, one_args, one_kwargs = (func, args, kwargs) if single is None else single
-            reads = read_by(named, op, one_args, one_kwargs)
+            reads = tensors_read(named, op, one_args, one_kwargs)
             inputs = tuple(measure(tensor) for tensor in reads)
             contents = tuple(self._content(tensor) for tensor in reads)
             touched = {self._place(tensor) for tensor in tensors((one_args, one_kwargs))}
-            before = kept(named, one_args, one_kwargs)
+            before = arguments_before(named, one_args, one_kwargs)
             numbers = tuple(float(each) for each in scalars((one_args, one_kwargs)))
         out = func(*args, **kwargs)
         with torch.no_grad():
-            writes = list(tensors(out)) or modified(func, args, kwargs)
+            writes = list(tensors(out)) or tensors_modified(func, args, kwargs)
             self._record(Call(named, op, grad, *before), reads, inputs, touched, writes)
             self._detail(op, contents, numbers, writes)
             bad = any(not values.finite for values in self.records[-1].outputs)
@@ -168,12 +168,12 @@ class UpdateTrace(Trace):
         key = super()._place(tensor)
         if key not in self._spans:
             return key
-        begin, end = span(tensor)
+        begin, end = byte_range(tensor)
         inside = [place for first, last, place in self._spans[key] if first <= begin and end <= last]
         return inside[0] if inside else key
 
 
-def span(tensor: Tensor) -> tuple[int, int]:
+def byte_range(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one behind its last."""
     values = dense(tensor)
     reach = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
@@ -192,7 +192,7 @@ def scalars(value: Any) -> Iterator[float]:
         yield value
 
 
-def elements(op: str, args: tuple, kwargs: dict) -> list[tuple[tuple, dict]] | None:
+def list_elements(op: str, args: tuple, kwargs: dict) -> list[tuple[tuple, dict]] | None:
     """The arguments for each element of an operation on lists of tensors; None if it is another operation."""
     lists = op.startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad"))
     first = args[0] if args else None
@@ -212,7 +212,7 @@ def elements(op: str, args: tuple, kwargs: dict) -> list[tuple[tuple, dict]] | N
     ]
 
 
-def of_one(op: str, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict] | None:
+def single_op(op: str, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict] | None:
     """The operation on one tensor that an operation on lists of one element equals; None if there is none."""
     name = op.rpartition(".")[2].removeprefix("_foreach_")
     name = {"norm": "linalg_vector_norm"}.get(name, name)

@@ -12,7 +12,7 @@ from benchmarks.reliability.zoo.install import behind
 from benchmarks.reliability.zoo.parts import Part, ScaleTooLarge, ScaleTooSmall
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
-from stabletrain.forensics.probes.fp8_casts import CLIPPED, Casts, NoCasts, fp8_casts
+from stabletrain.forensics.probes.fp8_casts import SATURATED_SHARE, Casts, NoCasts, fp8_casts
 from stabletrain.forensics.probes.underflow import can_underflow, underflow
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.forensics.trace.values import measure, unscaled
@@ -97,7 +97,7 @@ def test_a_saturated_cast_is_seen_whether_the_code_or_the_cast_clips(clamp):
     (one,) = watching.worst
     share = float((values * 896 > 448 * (1 + 1 / 16)).float().mean())
     assert one.saturated == pytest.approx(share, abs=0.02)
-    assert one.saturated > CLIPPED
+    assert one.saturated > SATURATED_SHARE
     assert (one.scale, one.tensor) == (896.0, "input")
     assert one.source.startswith(__file__)
     with Casts(model := Own(448.0, clamp)) as watching:
@@ -172,7 +172,7 @@ def test_gradients_that_fp8_flushes_are_told_from_those_that_are_zero_anyway(tmp
         block.mlp.down.register_forward_hook(lambda _, inputs, output: output / factors)
     found = underflow(repro)
     assert found.real
-    assert found.cure is None, "there is no loss scale to raise"
+    assert found.sufficient_scale is None, "there is no loss scale to raise"
     assert "blocks.1.mlp.up.weight" in [one.name for one in found.worst]
     reading = Reading(1, 5.0, {}, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 1e-3)
     told = diagnose(Evidence("loss_scale", reading, underflow=found, setting=RunSettings({"precision": "fp8"})))
