@@ -24,6 +24,7 @@ from torch.optim import LBFGS, Optimizer
 from stabletrain.adapters.unchanged import nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.attached_guard import AttachedGuard
+from stabletrain.guarded.guard import Guard
 
 IN_A_LOOP = "use guard.step in a loop of your own"
 
@@ -74,7 +75,7 @@ class GuardCallback(pl.Callback):
         optimizer, scaler = trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None)
         model = trainer.strategy.model
         assert model is not None
-        guard = AttachedGuard.attach(model, optimizer, scaler=scaler, **self._options)
+        guard = Guard.attach(model, optimizer, scaler=scaler, **self._options)
         self.guard = guard
         self._undo.append(guard.detach)
         if self._state:

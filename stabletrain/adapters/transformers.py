@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from stabletrain.adapters.unchanged import nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.attached_guard import AttachedGuard
+from stabletrain.guarded.guard import Guard
 
 STATE = "stabletrain.guard"
 """Name of the guard's state in `trainer_state.json`."""
@@ -79,7 +80,7 @@ class GuardCallback(TrainerCallback):
         trainer = self._trainer
         optimizer, model = wrapped(trainer), trainer.model_wrapped
         assert model is not None
-        guard = AttachedGuard.attach(model, optimizer.optimizer, scaler=trainer.accelerator.scaler, **self._options)
+        guard = Guard.attach(model, optimizer.optimizer, scaler=trainer.accelerator.scaler, **self._options)
         self.guard = guard
         self._undo.append(guard.detach)
         saved = states_in(state)

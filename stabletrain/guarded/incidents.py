@@ -26,7 +26,7 @@ from stabletrain.printable import printable
 LOG = logging.getLogger("stabletrain")
 """Incidents are logged here, as warnings, on the main process."""
 
-MOST_ERRORS = 3
+MAX_ERRORS = 3
 """Maximum number of errors of closures that are explained."""
 
 IN_CODE = {
@@ -62,15 +62,15 @@ def in_code(fix: str) -> str:
     return fix
 
 
-def of_any_loop(diagnosis: Diagnosis) -> Diagnosis:
+def for_any_loop(diagnosis: Diagnosis) -> Diagnosis:
     """Returns a diagnosis whose fixes hold in any training loop."""
     fix = [*dict.fromkeys(in_code(each) for each in diagnosis.fix)]
     if diagnosis.cause == "hardware_fault":
         fix.insert(0, "check that the closure depends on its batch and on PyTorch's generators only")
-    return replace(diagnosis, fix=fix, also=[of_any_loop(one) for one in diagnosis.also])
+    return replace(diagnosis, fix=fix, also=[for_any_loop(one) for one in diagnosis.also])
 
 
-def unseen(evidence: Evidence) -> Diagnosis:
+def unknown_beyond_forward(evidence: Evidence) -> Diagnosis:
     """Returns the diagnosis of a step of which only the forward pass could be run again, without finding anything."""
     found = unknown(evidence)
     if evidence.kind != "nonfinite" or not math.isfinite(evidence.reading.buffers):
@@ -108,9 +108,11 @@ class LoopHandler(IncidentHandler):
         if gap:  # the closures take no part in an update
             evidence = found.evidence
             if evidence.origin is None and not evidence.samples and not evidence.damage:
-                found = replace(found, diagnosis=unseen(evidence))  # nothing was measured that could tell the cause
+                found = replace(
+                    found, diagnosis=unknown_beyond_forward(evidence)
+                )  # nothing was measured that could tell the cause
             found = replace(found, failures=[gap, *found.failures])
-        return replace(found, diagnosis=of_any_loop(found.diagnosis))
+        return replace(found, diagnosis=for_any_loop(found.diagnosis))
 
 
 class Incidents:
@@ -167,7 +169,7 @@ class Incidents:
             raise
         except Exception as raised:  # explaining a step must not end the training
             error = raised
-        subject.rounds.finish()  # another rank may still need this rank's shards
+        subject.reruns.finish()  # another rank may still need this rank's shards
         if several:
             return write_together(handler, self._ranks.rank, subject, found, error)
         if error is not None:
@@ -181,7 +183,7 @@ class Incidents:
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:
         """Logs where values were first not finite in a closure that raised an error, if any were."""
-        if self._handler is None or self._explained >= MOST_ERRORS or isinstance(error, torch.OutOfMemoryError):
+        if self._handler is None or self._explained >= MAX_ERRORS or isinstance(error, torch.OutOfMemoryError):
             return
         if self._ranks.distributed:  # the others are not here
             return
@@ -215,7 +217,7 @@ def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSet
         best_loss: smallest loss of the applied steps.
     """
     keys: Sequence[str] = ("lr", "weight_decay", "betas", "eps")
-    values = {f"optimizer.{key}": plain(group[key]) for key in keys if key in group}
+    values = {f"optimizer.{key}": plain_number(group[key]) for key in keys if key in group}
     return RunSettings(
         choices={"clipping": "zclip" if clips else "none"} | ({"precision": name} if name else {}),
         values=values | ({"precision.min_scale": 1.0} if name == "fp16" else {}),
@@ -224,8 +226,8 @@ def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSet
     )
 
 
-def plain(value: object) -> object:
+def plain_number(value: object) -> object:
     """Returns a number for a tensor, and a list for a tuple."""
     if isinstance(value, tuple):
-        return [plain(each) for each in value]
+        return [plain_number(each) for each in value]
     return value.item() if hasattr(value, "item") else value  # ty: ignore[not-callable]

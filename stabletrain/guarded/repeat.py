@@ -24,7 +24,7 @@ def repeatable(rerun: Rerun) -> bool:
     """Returns whether the closures of a step must give the same bits again."""
     begun = rerun.begun
     changed = any(tensor._version != version for tensor, version in begun.versions)
-    with_batch = all(part.takes_batch for part in begun.parts)
+    with_batch = all(each.takes_batch for each in begun.micro_batches)
     exact = repeats_exactly(rerun.model, begun.generators.device) and rerun.outer is rerun.model
     return exact and with_batch and not changed and rerun.loss_scale == 1.0
 

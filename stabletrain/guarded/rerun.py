@@ -1,8 +1,8 @@
-"""Runs a step's closures again on the live model, from where the step began, and puts everything back.
+"""Runs a step's closures again on the live model, from where the step began, and restores everything.
 
-A withheld step left the weights as they were. What its forward and backward pass did change is recorded before the step
-and set for the rerun: buffers, random generators, gradients. Afterwards everything has the values it had before the
-rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are gathered as in training.
+A withheld step left the weights as they were. Its forward and backward pass changed buffers, random generators and
+gradients: these are recorded before the step and set for the rerun. Afterwards everything has the values from before
+the rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are gathered as in training.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from stabletrain.buffers import Buffers, SavedBuffers
 from stabletrain.checkpoint.tree import local_part
 from stabletrain.guarded.agreement import wrappers
 from stabletrain.guarded.gradients import gradients, measure
-from stabletrain.guarded.part import Part, loss_of
+from stabletrain.guarded.micro_batch import MicroBatch, loss_of
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.machine.determinism import Generators
@@ -27,20 +27,20 @@ from stabletrain.stability.precision.kernels import ieee_kernels
 
 
 @dataclass
-class Begun:
+class BegunStep:
     """A step that has begun: its state before the first forward pass, and its micro-batches so far.
 
     Attributes:
-        parts: the closures with their batches, in order.
-        losses: what they returned, 0-d, on the device.
+        micro_batches: the closures with their batches, in order.
+        losses: of each, 0-d, on the device.
         after_forward: the buffers' values from before an update that was undone; None if none was.
         autocast: dtype of an autocast that the loop has entered around the guard; None for none.
-        versions: the batches' tensors with their versions from before the closure: to notice that it changed them.
+        versions: the batches' tensors, each with its version from before the closure, which shows whether it changed.
     """
 
     generators: Generators
     buffers: SavedBuffers
-    parts: list[Part] = field(default_factory=list)
+    micro_batches: list[MicroBatch] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     after_forward: SavedBuffers | None = None
@@ -51,8 +51,8 @@ class Begun:
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-class Pass(NamedTuple):
-    """What a rerun gave.
+class RerunResult(NamedTuple):
+    """The result of a rerun.
 
     Attributes:
         loss: sum over the micro-batches.
@@ -86,22 +86,22 @@ class Rerun:
     parameters: list[Tensor]
     buffers: Buffers
     scaling: Scaling
-    begun: Begun
+    begun: BegunStep
     loss_scale: float
 
     def run(
         self,
-        parts: Sequence[Part] | None = None,
+        micro_batches: Sequence[MicroBatch] | None = None,
         *,
         true_fp32: bool = False,
         weights: Mapping[str, Any] | None = None,
         backward: bool = True,
         watched_by: AbstractContextManager | None = None,
-    ) -> Pass:
+    ) -> RerunResult:
         """Runs forward and backward of the step; afterwards everything is as it was.
 
         Args:
-            parts: closures and batches; None for the step's own.
+            micro_batches: closures and batches; None for the step's own.
             true_fp32: without autocast, loss scale and TF32, with parameters in fp32.
             weights: values for parameters by name; None for the present ones.
             backward: whether to compute gradients.
@@ -115,9 +115,9 @@ class Rerun:
         with self._put_back(weights), uncompiled(), torch.enable_grad():
             numbers = in_true_fp32(self.model) if true_fp32 else self._entered()
             with numbers, watched_by or contextlib.nullcontext():
-                for part in self.begun.parts if parts is None else parts:
+                for micro_batch in self.begun.micro_batches if micro_batches is None else micro_batches:
                     with contextlib.nullcontext() if true_fp32 else self.scaling.autocast():
-                        loss = loss_of(part())
+                        loss = loss_of(micro_batch())
                     if backward:
                         (loss * scale if scale != 1.0 else loss).backward(inputs=own)
                     losses.append(loss.detach())
@@ -127,7 +127,7 @@ class Rerun:
             norm = float(measure(found, [])[0].total) if found else float("nan")
             each = [parameter.grad for parameter in self.parameters]
         total = sum(losses[1:], losses[0]).float()
-        return Pass(float(total), [float(loss) for loss in losses], norm, each)
+        return RerunResult(float(total), [float(loss) for loss in losses], norm, each)
 
     def _entered(self) -> AbstractContextManager:
         """Returns the autocast that the loop has entered around the guard, or a context without effect."""
@@ -147,7 +147,7 @@ class Rerun:
             for parameter in self.model.parameters():
                 parameter.grad = None
             torch.clear_autocast_cache()  # it may hold casts of other weights
-            with apart(self.outer), with_weights(self.model, weights or {}):
+            with without_communication(self.outer), with_weights(self.model, weights or {}):
                 begun.generators.set()
                 yield
         finally:
@@ -162,8 +162,8 @@ class Rerun:
 
 
 @contextlib.contextmanager
-def apart(model: nn.Module) -> Generator[None]:
-    """A context in which ranks of DDP do not communicate: every one runs for itself."""
+def without_communication(model: nn.Module) -> Generator[None]:
+    """A context in which ranks of DDP do not communicate."""
     with contextlib.ExitStack() as stack:
         for wrapper in wrappers(model):
             stack.enter_context(wrapper.no_sync())

@@ -28,8 +28,8 @@ from stabletrain.forensics import repro as files
 from stabletrain.forensics.replay import Outcome, compare
 from stabletrain.forensics.user_code import hash_of
 from stabletrain.guarded.agreement import innermost
-from stabletrain.guarded.part import Part, named_tensors
-from stabletrain.guarded.rerun import Begun, Generators, Rerun
+from stabletrain.guarded.micro_batch import MicroBatch, named_tensors
+from stabletrain.guarded.rerun import BegunStep, Generators, Rerun
 from stabletrain.guarded.scaling import scaling
 from stabletrain.records import Reading
 from stabletrain.stored import trusted
@@ -43,13 +43,13 @@ def why_not_replayable(rerun: Rerun, *, sharded: bool, keep_state: bool) -> str:
         return "the weights are sharded across ranks"
     if not keep_state:
         return "Guard(keep_state=False) does not save the weights"
-    for part in rerun.begun.parts:
-        if why := getattr(part.closure, "not_replayable", "") or why_not_importable(part.closure):
+    for closure in (each.closure for each in rerun.begun.micro_batches):
+        if why := getattr(closure, "not_replayable", "") or why_not_importable(closure):
             return why
-        if not name_of_model(part.closure, rerun.model):
-            return f"the model is not a global variable of the module '{part.closure.__module__}', where the closure is"
+        if not name_of_model(closure, rerun.model):
+            return f"the model is not a global variable of the module '{closure.__module__}', where the closure is"
     try:
-        flatten([part.batch for part in rerun.begun.parts])
+        flatten([each.batch for each in rerun.begun.micro_batches])
     except TypeError as error:
         return f"the batch cannot be saved: {error}"
     return ""
@@ -85,7 +85,9 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
     begun = rerun.begun
     folder.mkdir(parents=True, exist_ok=True)
     if not whole:
-        tensors = {f"{i}/{name}": t for i, part in enumerate(begun.parts) for name, t in named_tensors(part.batch)}
+        tensors = {
+            f"{i}/{name}": t for i, each in enumerate(begun.micro_batches) for name, t in named_tensors(each.batch)
+        }
         files.write(folder / files.BATCH, to_host(tensors))
         return
     generators = begun.generators
@@ -101,7 +103,7 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         "parameters": dict(model.named_parameters()),
         "buffers": dict(zip([name for name, _ in model.named_buffers()], begun.buffers.tensors(), strict=True)),
     }
-    closures = [closure_record(part.closure, rerun.model) for part in begun.parts]
+    closures = [closure_record(each.closure, rerun.model) for each in begun.micro_batches]
     trusted.remember(closures)
     skeleton: dict[str, Any] = flatten(
         {
@@ -116,7 +118,7 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
             "threads": torch.get_num_threads(),
         }
     )[1]
-    for file, tree in ((files.BATCH, {"batches": [part.batch for part in begun.parts], "generators": drawn}),
+    for file, tree in ((files.BATCH, {"batches": [each.batch for each in begun.micro_batches], "generators": drawn}),
                        (files.STATE, state)):  # fmt: skip
         tensors, skeleton[file] = flatten(to_host(tree))
         skeleton[f"{file} sha256"] = files.write(folder / file, tensors)
@@ -176,16 +178,16 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
         raise DamagedFile(f"{folder / files.STEP} is damaged ({type(error).__name__}: {error})") from error
     records = saved["closures"]
     trusted.check_trusted(records, f"the module {records[0]['module']}", folder / files.STEP)
-    closures = [imported(record, folder) for record in records]
+    closures = [import_closure(record, folder) for record in records]
     outer = closures[0][1]
     model, device = innermost(outer), torch.device(saved["device"])
     state = files.tensors_of(folder, files.STATE, saved)
     files.put_(dict(model.named_parameters()), state["parameters"], folder, True)
     files.put_(dict(model.named_buffers()), state["buffers"], folder, True)
     batches = to_device(kept["batches"], next(model.parameters()).device)
-    parts = [Part(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
+    micro_batches = [MicroBatch(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
     buffers = buffers_of(model)
-    begun = Begun(generators_of(kept["generators"], device), buffers.save(), parts)
+    begun = BegunStep(generators_of(kept["generators"], device), buffers.save(), micro_batches)
     parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = scaling(saved["precision"] or None, None, device)
     began = time.monotonic()
@@ -197,7 +199,7 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
     return ReplayedStep(reading, outcome, [file for file, digest in known.items() if hash_of(file) != digest])
 
 
-def imported(record: Mapping[str, Any], folder: Path) -> tuple[Callable[..., Any], nn.Module]:
+def import_closure(record: Mapping[str, Any], folder: Path) -> tuple[Callable[..., Any], nn.Module]:
     """Imports a closure and its model.
 
     Raises:

@@ -84,10 +84,10 @@ class States(NoStates):
         self._state, self._policy, self._loader = TrainState(model, optimizer), policy, loader
         self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
         self._snapshots = Snapshots()
-        self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is put back
+        self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is restored
         self._positions: dict[int, Any] = {}
         self._lengths: dict[int, list[Tensor]] = {}
-        self._read: dict[int, int] = {}  # by snapshot: steps' batches that the loop had read or passed over
+        self._read: dict[int, int] = {}  # by snapshot: number of steps whose batches the loop had read or passed over
         self._passed, self._first, self._groups = 0, -1, len(optimizer.param_groups)
 
     def before_first_update(self, step: int) -> None:

@@ -18,6 +18,7 @@ from stabletrain.forensics.replay import same_bits
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
+from stabletrain.printable import is_round
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.stability.guard.copies import put_back_after
 from stabletrain.stability.guard.recheck import repeats_exactly
@@ -280,8 +281,3 @@ def fault_of_update(run: TrainingRun) -> UpdateFault | None:
 def completed(run: TrainingRun, batch: Batch) -> Batch:
     """Returns the batch with its transform applied: on the device, as in training, so that the bits are the same."""
     return batch if batch.transform is None else batch.to(run.device).to(torch.device("cpu"))
-
-
-def is_round(count: int) -> bool:
-    """Returns whether a repeated message is logged at this count: at 1, 2, 3, 10, 100, 1000 and so on."""
-    return count <= 3 or count in (10**power for power in range(1, 9))

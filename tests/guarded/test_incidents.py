@@ -13,7 +13,7 @@ from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentRequest
 from stabletrain.forensics.incident_list import incidents
 from stabletrain.forensics.probes.update import trace_update
-from stabletrain.guarded.incidents import IN_CODE, LoopHandler, in_code, of_any_loop
+from stabletrain.guarded.incidents import IN_CODE, LoopHandler, for_any_loop, in_code
 from tests.guarded.given import Loop, batches
 
 WRITTEN = sorted(
@@ -49,7 +49,7 @@ def test_values_are_kept_and_sentences_are_left_alone():
 
 def test_contributing_causes_are_translated_too_and_none_is_said_twice():
     other = Diagnosis("lr_too_high", 0.8, "", ["optimizer.lr=1"], [])
-    found = of_any_loop(Diagnosis("bad_init", 0.8, "", ["init=gpt2", "init=small"], [], [other]))
+    found = for_any_loop(Diagnosis("bad_init", 0.8, "", ["init=gpt2", "init=small"], [], [other]))
     assert found.fix == ["smaller initial weights"]
     assert found.also[0].fix == ["lower the learning rate to 1"]
 

@@ -8,6 +8,7 @@ import torch
 
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.monitors.rolling import Alarm
+from stabletrain.printable import is_round
 from stabletrain.records import Transform
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import NoGuard, SkipGuard
@@ -16,7 +17,6 @@ from stabletrain.trainer.incidents import (
     handle_incident,
     investigate_alarm,
     investigate_skip,
-    is_round,
     make_repro,
 )
 from tests.trainer.given import CPU, Handler, batch, executed, make_run, reading

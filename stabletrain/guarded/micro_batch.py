@@ -11,7 +11,7 @@ from stabletrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """One micro-batch of a step.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part:
 
 def takes_nothing(closure: Callable[..., Any]) -> bool:
     """Returns whether a function takes no positional argument, so that it is called without the batch."""
-    if (known := simple_count(closure)) is not None:
+    if (known := argument_count(closure)) is not None:
         return known == 0
     try:
         parameters = inspect.signature(closure).parameters.values()
@@ -52,7 +52,7 @@ def takes_nothing(closure: Callable[..., Any]) -> bool:
     return all(each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD) for each in parameters)
 
 
-def simple_count(closure: Callable[..., Any]) -> int | None:
+def argument_count(closure: Callable[..., Any]) -> int | None:
     """Returns the number of arguments in the usual case, without the cost of a signature; None in any other."""
     code = getattr(closure, "__code__", None)
     if code is None or hasattr(closure, "__wrapped__") or inspect.ismethod(closure):
@@ -64,7 +64,7 @@ def simple_count(closure: Callable[..., Any]) -> int | None:
 
 def takes(closure: Callable[..., Any], count: int) -> bool:
     """Returns whether a function is to be called with `count` positional arguments, not with the batch as a whole."""
-    if (known := simple_count(closure)) is not None:
+    if (known := argument_count(closure)) is not None:
         return known == count
     try:
         parameters = inspect.signature(closure).parameters.values()
