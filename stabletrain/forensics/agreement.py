@@ -1,8 +1,8 @@
 """How ranks explain an incident together: they agree after every part that may fail, so none waits for another forever.
 
 A part runs on each rank by itself. Afterwards all ranks exchange whether it raised. If it raised on any of them,
-`NotInvestigated` is raised on all, with that rank's error. A rank must therefore never leave a part in which others
-wait for it, or exchange less often than they do.
+`NotInvestigated` is raised on all, with that rank's error. A rank must therefore never leave a part while others wait
+for it, and must exchange exactly as often as they do.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class OlderState:
         return self._tree
 
     def finish(self, error: Exception | None = None) -> None:
-        """Takes part in gathering, if another rank needs the state; `error` is what this rank failed with."""
+        """Takes part in gathering, if another rank needs the state; `error` is this rank's own error, if it failed."""
 
         def not_needed() -> bool:
             if error is not None:

@@ -1,7 +1,7 @@
 """The incident handler of several ranks: all investigate an incident together, and one of them writes its folder.
 
 Each rank replays its own part of the step on a copy of the whole model, without communication, so a rank whose model
-raises does not block the others. It compares the replay with what this rank itself measured in the step, not with the
+raises does not block the others. It compares the replay with this rank's own measurements in the step, not with the
 step's numbers, which are sums over all ranks. Then the ranks exchange how strong the evidence against their own part
 is:
 
@@ -181,7 +181,7 @@ def times_above_limit(evidence: Evidence) -> float:
 
 
 def part_was_bad(evidence: Evidence) -> bool:
-    """Whether this rank's own part was bad in the step: not finite, or not what the replay gives."""
+    """Whether this rank's own part was bad in the step: not finite, or different from its replay."""
     part, same = evidence.part, evidence.outcomes.get("same")
     if part is None:
         return False
@@ -215,7 +215,7 @@ def choose_rank(of_ranks: list[RankEvidence], known: int) -> tuple[int, int | No
 
 
 def found_between_ranks(found: Findings) -> Findings:
-    """The findings, diagnosed with what all ranks know: every rank's own part is normal."""
+    """The findings, diagnosed with the fact that every rank's own part is normal."""
     evidence = replace(found.evidence, parts_normal=True)
     return replace(found, evidence=evidence, diagnosis=diagnose(evidence))
 

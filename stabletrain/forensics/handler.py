@@ -60,7 +60,7 @@ class IncidentSummary:
     Attributes:
         path: the incident's folder; None if it could not be written.
         lines: three lines to show: what happened, the best fix, and where the details are.
-        mistake: identifies what happened; see `mistake_key`.
+        mistake: identifies the mistake; see `mistake_key`.
         known: whether this mistake is filed already, so that there is nothing to show.
     """
 
@@ -100,7 +100,7 @@ class IncidentHandler(NoIncidentHandler):
 
     Attributes:
         max_incidents: maximum number of incident folders, including those that exist already.
-        max_seconds: approximate time limit for each; what has not begun by then is left out.
+        max_seconds: approximate time limit for each; checks that have not begun by then are left out.
         keep_state: whether weights and batch are saved with each, for `stabletrain replay`.
         again: how often each known mistake was found again, by cause, module, operation, direction and line.
 
@@ -125,7 +125,7 @@ class IncidentHandler(NoIncidentHandler):
     def open(self, folder: Path, setting: RunSettings) -> None:
         """Sets the folder for incidents, and the run's settings, which decide which fixes apply.
 
-        A resumed run goes on as if it had filed the incidents itself that were filed with the same settings.
+        A resumed run counts the incidents that an earlier process filed with the same settings as its own.
         """
         self._folder, self._setting, self._settings = folder, setting, settings_hash(setting)
         remove_unfinished(folder)
@@ -148,7 +148,7 @@ class IncidentHandler(NoIncidentHandler):
             NotInvestigated: an error prevents it. Nothing else is raised: explaining a step must not end the run.
         """
         try:
-            # A resumed run executes again what it had not saved: it shows the incident, and files no second one.
+            # A resumed run repeats the steps after its checkpoint: it shows an incident again, and files no second.
             if (filed := self.filed_at(request.tick)) is not None:
                 return filed
             if not self.has_budget():
@@ -213,7 +213,7 @@ class IncidentHandler(NoIncidentHandler):
         """Writes the folder, unless the mistake is known already, and returns the summary.
 
         Args:
-            subject, found: the step, and what was found.
+            subject, found: the step and the findings.
             rank: the rank at fault; None for one process, or if no rank is known to be.
             tick: see `IncidentRequest`.
         """

@@ -51,7 +51,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def filed_incidents(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Returns the incidents in a folder of incidents with their content; leaves out what is damaged."""
+    """Returns the incidents in a folder of incidents with their content, except damaged ones."""
     found = []
     for path in sorted(folder.glob("step-*")):
         with suppress(ConfigError):

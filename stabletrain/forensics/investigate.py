@@ -71,11 +71,11 @@ def investigate(
     assert subject.reading is not None
     attempt = Checks(subject.deadline)
     found = Evidence(kind, subject.reading, part=subject.part, setting=setting)
-    if kind == "state":  # the checksums have named the tensors, and what the step computed from them tells nothing
+    if kind == "state":  # the checksums named the tensors; the step's own numbers come from these and show nothing more
         damage = [Damage(what, name, words) for what, name, words in subject.changes]
         found = replace(found, damage=damage)
         return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
-    if kind == "recheck":  # two computations were compared, and a third: a replay would tell nothing more
+    if kind == "recheck":  # two computations were compared, and a third: a replay would show nothing more
         found = replace(found, recheck=subject.recheck)
         return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
     if kind == "update":  # the forward and backward pass were finite: only the optimizer's step is run again

@@ -1,6 +1,6 @@
 """Replays one step on a copy of the model, unchanged or with one thing changed.
 
-| variant | what is changed | what the result tells |
+| variant | what is changed | what the result shows |
 |---|---|---|
 | same | nothing | not bitwise equal: a hardware fault, or a nondeterministic operation |
 | fp32 | no autocast, no loss scale, no TF32, parameters in fp32 | finite: range or precision of a format is to blame |
@@ -168,7 +168,7 @@ def replay(repro: Repro, variant: str, compiled_copy: CompiledCopy | None = None
     """Replays the step as one of `VARIANTS`; never raises because of the model.
 
     Args:
-        compiled_copy: what a compiled replay runs on; None for a copy of its own.
+        compiled_copy: the model of a compiled replay; None for a new copy.
     """
     make, began = VARIANTS[variant], time.monotonic()
     if began >= repro.deadline:

@@ -50,15 +50,15 @@ class Repro:
         step: number of the step, counted from 0; seeds its randomness.
         batch: the whole batch of the step, on the host.
         micro_batches: number of micro-batches of the step.
-        tools: what acted in the step. Their loss scale has changed since; see `loss_scale`.
+        tools: the tools of the step. Their loss scale has changed since; see `loss_scale`.
         loss_scale: the step's.
         device: of the model.
         reading: the step's; None if unknown. On several ranks it covers all of them.
-        part: what this rank measured of its own part of the step, which its replays repeat; None in a single process.
+        part: this rank's own part of the step, as it measured it; its replays repeat this part. None in one process.
         compiled: whether the user's own code compiled the model, so that a copy computes other bits.
         compiled_for: input shape that the model was compiled for (`machine/compiling.py`); None if it was not compiled.
         changes: tensors of this rank's state that changed between two updates: what, name, and words.
-        recheck: what came out differently when it was computed a second time; None for any other kind of incident.
+        recheck: the computation that gave another result the second time; None for any other kind of incident.
         update: runs the step again under `trace_update`, and puts everything back; None for any other kind of
             incident. The update was then undone, so `applied` is false.
         applied: whether the update was applied. The weights are then those after the step, and a replay does not repeat

@@ -1,4 +1,4 @@
-"""The step under investigation, as the investigation sees it: what is known of it, and how to run it again.
+"""The step under investigation: the known facts about it, and ways to run it again.
 
 There are two kinds. `StepSubject` is a step of this project's trainer; it runs again on a copy of the model. A step of
 a user's own loop (`guarded/subject.py`) runs again by calling the user's closure on the live model.
@@ -50,7 +50,7 @@ class Subject(Protocol):
         buffers: the buffers' values from before the step, in the order of `model.buffers()`.
         step: number of the step, counted from 0.
         reading: the step's; None if unknown.
-        part: what this rank measured of its own part of the step; None in a single process.
+        part: this rank's own part of the step, as it measured it; None in a single process.
         changes: see `Repro`.
         recheck: see `Repro`.
         deadline: in `time.monotonic()` seconds; nothing new begins after it.
@@ -87,7 +87,7 @@ class Subject(Protocol):
         ...
 
     def identify(self, index: int) -> Mapping[str, Any]:
-        """Returns what identifies a sample of the batch besides its index, such as its `id` and `source`."""
+        """Returns the names of a sample besides its index in the batch, such as its `id` and `source`."""
         ...
 
     def replay(self, variant: str) -> Outcome:
@@ -119,7 +119,7 @@ class Subject(Protocol):
         ...
 
     def fp8_casts(self) -> Fp8Casts | None:
-        """Returns what casts to fp8 lost; None if there are none."""
+        """Returns the losses of casts to fp8; None if there are no casts."""
         ...
 
     def update_fault(self) -> UpdateFault | None:
@@ -136,7 +136,7 @@ class Subject(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes what a later replay needs into the incident's folder.
+        """Writes the files for a later replay into the incident's folder.
 
         Raises:
             OSError: the disk is full or gone.
@@ -247,7 +247,7 @@ class StepSubject:
         return None if self.repro.update is None else self.repro.update()
 
     def why_not_replayable(self) -> str:
-        """Every step of the trainer can be replayed, if its weights are saved; but not the optimizer's part of it."""
+        """Returns why it cannot: only the optimizer's part of a step cannot be replayed from saved weights."""
         return ONLY_THE_UPDATE if self.can_update else ""
 
     def save(self, folder: Path) -> None:

@@ -24,7 +24,7 @@ class RankNumbers(NamedTuple):
         loss: 0-d.
         norms: of this rank's gradients.
         buffers: norm of this rank's buffers.
-        changed: 1 if this rank's state is not what the last update left, else 0.
+        changed: 1 if this rank's state has changed since the last update, else 0.
         sharded: for each of `norms.each`, whether it is that of a shard.
         unproven: whether this rank would check the update after it.
     """

@@ -222,7 +222,7 @@ class Guard(LoopGuard):
         # Judge on the unscaled, unclipped gradients; this waits for the device.
         reading = self._count(self._judge_step(self._step + 1, loss, changed=changed, recheck=recheck))
         try:
-            # Apply or withhold, and then do what the policy decides about such a step.
+            # Apply or withhold the update, and follow the policy's verdict on the step.
             self._follow(begun, self._apply_if_open(begun, reading))
         finally:
             self._end_step()

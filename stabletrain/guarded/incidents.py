@@ -71,7 +71,7 @@ def for_any_loop(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def unknown_beyond_forward(evidence: Evidence) -> Diagnosis:
-    """Returns the diagnosis of a step of which only the forward pass could be run again, without finding anything."""
+    """Returns the diagnosis of a step if only its forward pass could run again, and that showed nothing."""
     found = unknown(evidence)
     if evidence.kind != "nonfinite" or not math.isfinite(evidence.reading.buffers):
         return found
@@ -208,7 +208,7 @@ class Incidents:
 
 
 def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSettings:
-    """Returns what is known of a loop's settings.
+    """Returns the known settings of a loop.
 
     Args:
         name: of the number format; empty if unknown.

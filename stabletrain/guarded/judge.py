@@ -72,9 +72,9 @@ class Judge:
             step: number of the step, counted from 1.
             loss: of the step, 0-d, detached.
             parameters: those that the optimizer updates; at least one has a gradient.
-            changed: 1 if the state is not what the last update left, else 0.
+            changed: 1 if the state has changed since the last update, else 0.
             recheck: how far the gradients differ from a second computation.
-            unproven: whether the update is to be checked after it, as far as this rank knows.
+            unproven: whether this rank would check the update afterwards.
             unclipped: returns the norms from before the loop itself clipped; None if it does not.
         """
         scaling, found = self.scaling, gradients(parameters)

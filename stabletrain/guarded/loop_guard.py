@@ -5,7 +5,7 @@ loop runs its own code. A step goes through these stages:
 
 | stage | |
 |---|---|
-| begin | record what forward and backward change besides gradients: `_begin` |
+| begin | record the state that forward and backward change: buffers, random generators: `_begin` |
 | judge | measure the gradients; decide whether the update is safe, with one host read: `_judge_step` |
 | apply | run the optimizer's step, and undo it if its result is not finite: `_apply_if_open` |
 | withhold | restore the buffers and explain the step: `_withhold` |
@@ -131,7 +131,7 @@ class LoopGuard:
     # ---- begin
 
     def _begin(self) -> BegunStep:
-        """Begins a step: drops the old gradients, and records what forward and backward change."""
+        """Begins a step: drops the old gradients, and records the state that forward and backward change."""
         # The loop may have loaded a checkpoint or added parameters since the last step.
         if self._loads.noticed:
             self.state_replaced()
@@ -164,7 +164,7 @@ class LoopGuard:
         return self._judge(step, loss, self._parameters, unproven=unproven, **numbers)
 
     def _state_changed(self, begun: BegunStep) -> Number:
-        """Returns 1 if weights, moments or buffers are not what the last update left, else 0."""
+        """Returns 1 if weights, moments or buffers have changed since the last update, else 0."""
         return self._policy.state_check.before_update(self._state, begun.buffers)
 
     def _count(self, reading: Reading) -> Reading:
@@ -356,7 +356,7 @@ class LoopGuard:
         return verdict
 
     def _subject(self, begun: BegunStep, reading: Reading) -> LoopSubject:
-        """Collects what an investigation of the step needs."""
+        """Collects everything that an investigation of the step needs."""
         ranks, own, step = self._agreement.ranks, None, self._step
         if ranks.distributed:
             own = RankPart(ranks.rank, float(sum(begun.losses[1:], begun.losses[0])))
@@ -488,7 +488,7 @@ class LoopGuard:
                 "parameter"
             )
 
-    # ---- what has happened
+    # ---- counts, incidents and state
 
     @property
     def skipped(self) -> int:

@@ -16,8 +16,8 @@ class MicroBatch:
 
     Attributes:
         closure: runs forward and returns the loss, a scalar. It takes nothing, or the batch.
-        batch: what the closure is called with: the elements of a tuple or list one by one, if the closure takes as
-            many, else the batch itself. A closure that takes nothing is called without; None if its batch is unknown.
+        batch: argument of the closure; a tuple or list is passed as several arguments, if the closure takes as many. A
+            closure that takes nothing is called without it. None if unknown.
     """
 
     closure: Callable[..., Any]
@@ -29,7 +29,7 @@ class MicroBatch:
         return self.batch is not None and not takes_nothing(self.closure)
 
     def __call__(self) -> Any:
-        """Runs the closure; returns what it returns."""
+        """Runs the closure; returns its result."""
         return self.run_with(self.batch)
 
     def run_with(self, batch: Any) -> Any:
@@ -84,7 +84,7 @@ def in_new_containers(batch: Any) -> Any:
 
 
 def loss_of(value: Any) -> Tensor:
-    """Checks what a closure returned.
+    """Checks the value that a closure returned.
 
     Returns:
         the loss, 0-d.

@@ -1,7 +1,7 @@
 """A step of a user's loop on disk, and its replay in another process.
 
 The batch is always saved. The step can be replayed if its closures can be imported, and find the model in a global
-variable of their module: then the weights are saved as well. `why_not_replayable` says what is missing.
+variable of their module. Then the weights are saved as well. Otherwise `why_not_replayable` gives the reason.
 
     step.json            names of closures and model, generators, the step's reading
     batch.safetensors     the tensors of the batches, and the generators' states

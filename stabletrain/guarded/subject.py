@@ -109,7 +109,7 @@ class LoopSubject:
             again = self._run("cleaned") if found else None
         except Exception:  # the user's code may raise anything
             again = None
-        # A step that fails without these values, too, has another fault: the values mark what is missing.
+        # If the step fails without these values too, they only mark missing data, and the fault is another.
         return [] if again is not None and not math.isfinite(again.loss + again.grad_norm) else found
 
     def identify(self, index: int) -> Mapping[str, Any]:

@@ -114,7 +114,7 @@ def corrupt_state(e: Evidence) -> Diagnosis | None:
 
 
 def state_changed(e: Evidence) -> Diagnosis:
-    """Weights, buffers or moments are not what the last update left."""
+    """Weights, buffers or moments have changed since the last update."""
     whose = "" if e.reading.rank < 0 else f" of rank {e.reading.rank}"
     names = [f"{d.what} {d.name}" for d in e.damage]
     what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "weights or moments"

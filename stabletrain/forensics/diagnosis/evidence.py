@@ -94,14 +94,15 @@ class LargestInput:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that was found out about one incident.
+    """All evidence about one incident.
 
     Attributes:
         kind: `nonfinite`, `spike`, `loss_scale`, `bad_data` for a finite step whose batch is bad, `state` for weights,
-            buffers or moments that changed between two updates, `recheck` for a computation that came out otherwise, or
-            `update` for an optimizer's step that was not finite although loss, gradients and state were.
+            buffers or moments that changed between two updates, `recheck` for a computation that gave another result
+            the second time, or `update` for an optimizer's step that was not finite although loss, gradients and state
+            were.
         reading: the step's.
-        part: what the investigating rank measured of its own part of the step; None in a single process.
+        part: the investigating rank's own part of the step, as it measured it; None in a single process.
         parts_normal: on several ranks, whether the own part of every rank was normal, in the step and in a replay.
         samples: bad samples of the batch, from `bad_samples`.
         damage: corruption of the state before the step.
@@ -120,7 +121,7 @@ class Evidence:
         staleness: largest RMS(g / sqrt(v)) over the parameters; NaN without a second moment.
         underflow: gradients lost in fp16 or fp8; None if not measured.
         fp8: what casts to fp8 lost; None if there are none.
-        recheck: what came out differently when it was computed a second time; None for other kinds.
+        recheck: the computation that gave another result the second time; None for other kinds.
         update: why the optimizer's step was not finite; None for other kinds, or if it is finite when run again.
         update_ran: whether the optimizer's step was run again.
         setting: the run's settings.
@@ -257,7 +258,7 @@ def excess_length(e: Evidence) -> float:
 
 
 def moved_too_far(e: Evidence) -> bool:
-    """Whether most weights have moved further than in any healthy training."""
+    """Whether most weights have moved further than healthy training moves them."""
     return e.drift is not None and (e.drift.share / excess_length(e) > LR_TOO_HIGH or moved_beyond_lr(e))
 
 
@@ -279,7 +280,7 @@ def moved_first(e: Evidence) -> bool:
 
 
 def weights_ruined(e: Evidence) -> bool:
-    """Whether updates have ruined the weights, so that the first operation that fails tells nothing about the cause."""
+    """Whether updates have ruined the weights, so that the first operation that fails does not show the cause."""
     torn = e.drift is not None and (e.drift.share > WEIGHTS_RUINED or moved_beyond_lr(e))
     return torn and e.normal("older_state") is True
 

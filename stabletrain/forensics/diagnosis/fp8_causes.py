@@ -100,7 +100,7 @@ def cast_name(cast: Cast) -> str:
 
 
 def without_fp8(e: Evidence) -> str:
-    """Says what the replay without fp8 gave."""
+    """Describes the result of the replay without fp8."""
     assert e.fp8 is not None
     without = e.fp8.without
     return f"and without fp8 the step is normal (loss {without.loss:.4g}, gradient norm {without.grad_norm:.4g})"

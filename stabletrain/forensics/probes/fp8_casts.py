@@ -52,14 +52,14 @@ RECENT_OPS = 16
 
 @dataclass(frozen=True)
 class Cast:
-    """What casts to fp8 lost of one tensor; over several micro-batches, the worst of them.
+    """The loss of one tensor in casts to fp8; the worst one over several micro-batches.
 
     Attributes:
         module: dotted path of the module.
         source: `file:line` of the code that casts, or that calls the layer.
         tensor: `input`, `weight` or `grad_output`.
         format: `e4m3` or `e5m2`.
-        scale: what the tensor was multiplied by; of several scales the smallest, or Inf if one is; NaN if unknown.
+        scale: factor of the tensor before the cast; the smallest of several, or Inf if one is; NaN if unknown.
         absmax: largest magnitude before the scaling; NaN if the scale is unknown.
         flushed, saturated, nonfinite: shares of the finite values other than 0, in [0, 1].
     """
@@ -231,7 +231,7 @@ class Casts(TorchDispatchMode):
         self._recent.append((StorageWeakRef(storage(out)), scale, clipped))
 
     def _scaling(self, tensor: Tensor) -> tuple[Tensor | float | None, float]:
-        """What a tensor was multiplied by, and the share of its values that was clipped, as far as is known."""
+        """Returns a tensor's scale, and the share of its values that was clipped; None and 0 if unknown."""
         key = storage(tensor)._cdata
         return next(((scale, cut) for ref, scale, cut in reversed(self._recent) if ref.cdata == key), (None, 0.0))
 
@@ -261,7 +261,7 @@ class Casts(TorchDispatchMode):
         self._all.append((StorageWeakRef(storage(out)), one))
 
     def _name(self, reads: list[Tensor]) -> None:
-        """Corrects which tensor a cast was of: torchao's product knows."""
+        """Corrects which tensor each cast took: torchao's matrix product names its operands."""
         known = {storage(t)._cdata: t._gemm_input_role.value for t in reads if is_scaled_fp8(t)}  # ty: ignore[missing-attribute]
         for place in range(max(0, len(self._all) - RECENT_OPS), len(self._all) if known else 0):
             ref, one = self._all[place]

@@ -104,7 +104,7 @@ def first_place(bad: Tensor) -> str:
 
 
 def describe(samples: Sequence[Mapping[str, Any]], batch: str = "the batch") -> str:
-    """Describes the first bad sample in one line, and counts the others; `batch` says what their indices refer to."""
+    """Describes the first bad sample in one line, and counts the others; indices refer to `batch`."""
     if not samples:
         return "all samples are valid on the host: the batch may have been corrupted on its way to the device"
     first = samples[0]

@@ -1,4 +1,4 @@
-"""Finds corrupt weights, buffers and moments from before a step, and measures how far the weights have moved."""
+"""Finds weights, buffers and moments that were corrupt before a step, and measures how far the weights have moved."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

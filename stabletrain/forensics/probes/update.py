@@ -50,7 +50,7 @@ class BadSetting(NamedTuple):
     Attributes:
         group: index in `optimizer.param_groups`.
         key: such as `lr`, or `betas[1]`.
-        words: what is wrong with it.
+        words: the fault, in words.
     """
 
     group: int
@@ -72,7 +72,7 @@ class UpdateFault:
         settings: the group's numbers by key, such as `lr`, `eps`, `betas[0]`.
         broken: the tensors that are not finite after the step, in words, in the model's order; at most 8.
         count: number of such tensors.
-        why: what a fix depends on: a key of `nonfinite_rules.py`; or `zero_eps`, `lost_eps` (0 in its format),
+        why: the key that selects a fix: one of `nonfinite_rules.py`; or `zero_eps`, `lost_eps` (0 in its format),
             `flushed` (a product is), `second_moment` (overflow), `zero_number`, `constant`, `unwritten`; or `untraced`
             if no operation on tensors shows where the value began.
         reason: the same in words, with numbers.
@@ -81,7 +81,7 @@ class UpdateFault:
         divisor: the source code of what is 0; empty if nothing is, or if it is unknown.
         root: the tensor from before the step that was 0, or too large; None if unknown.
         zero_weights: names of the model's matrices whose elements are all 0: behind them, gradients are 0.
-        fused: whether the operation is a fused kernel, whose arithmetic was repeated outside of it.
+        fused: whether the operation is a fused kernel, whose arithmetic was repeated with single operations.
         bad_settings: numbers in the groups that are not finite, or out of their range.
     """
 
@@ -129,7 +129,7 @@ def update_fault(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
     """Runs an optimizer's step again and returns why its result is not finite, as `trace_update`; puts everything back.
 
     Raises:
-        Exception: the step cannot be recorded, as one over tensors of another library's class, and is not finite.
+        Exception: the step is not finite and cannot be recorded, for example with tensors of another library's class.
     """
     try:
         with put_back_after(model, optimizer):
@@ -188,11 +188,11 @@ def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
 
 
 class OptimizerBefore:
-    """An optimizer before its step: its tensors, their names, and what they hold.
+    """An optimizer before its step: its tensors, with their names and contents.
 
     Attributes:
         before: the tensors and their labels.
-        sizes: what they hold.
+        sizes: measurements of their contents.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -216,7 +216,7 @@ class OptimizerBefore:
         self.settings = [group_numbers(group) for group in optimizer.param_groups]
 
     def tensors(self) -> Iterator[tuple[Tensor, Label]]:
-        """All that the step may write, as it is now: parameters with moments, then buffers, and what else it keeps."""
+        """Every tensor that the step may write: parameters with moments, then buffers, then other attributes."""
         seen = set[int]()
         labelled = (*self._of_parameters(), *self._others())
         for tensor, label in ((part, label) for whole, label in labelled for part in parts_of(whole)):

@@ -29,7 +29,7 @@ MAX_TRACED_BACK = 64
 
 
 class Size(NamedTuple):
-    """What a tensor held before the step: numbers of elements, zeros, rows and rows of zeros, and its largest value."""
+    """A tensor before the step: its numbers of elements, zeros, rows and rows of zeros, and its largest value."""
 
     numel: int
     zeros: int
@@ -86,7 +86,7 @@ class ZeroOrigin:
 
 
 def explain(trace: UpdateTrace, source: Source, before: Mapping[Label, Size]) -> Reason:
-    """Explains a source of non-finite values; `before` holds what the tensors held before the step."""
+    """Explains a source of non-finite values; `before` measures the tensors from before the step."""
     record, detail = trace.records[source.record], trace.details[source.record]
     code = f"`{detail.text}`" if detail.text else record.op
     if source.how == "unwritten":
@@ -222,7 +222,7 @@ def order_of(label: Label) -> int:
 
 
 def root_of(label: Label, before: Mapping[Label, Size], content: Content | None = None) -> Root:
-    """Returns what is known of a tensor from before the step."""
+    """Returns the known numbers of a tensor from before the step."""
     size = before.get(label)
     zeros, numel = (0, 1) if size is None else (size.zeros, size.numel)
     if content is not None and size is None:

@@ -134,7 +134,7 @@ def made(output: Tensor) -> str:
 
 
 def fp64_in_words(in_fp64: float | None) -> str:
-    """Says what the computation in fp64 gave."""
+    """Describes the result of the computation in fp64."""
     return "; fp64 gives no finite result either" if in_fp64 is not None else "; it has no fp64 kernel to compare with"
 
 

@@ -1,4 +1,4 @@
-"""Finds the origin: the first operation whose non-finite values reached the loss or a gradient, and what led up to it.
+"""Finds the origin: the first operation whose non-finite values reached the loss or a gradient, and its history.
 
 If loss and gradients are finite, it is the operation that left a value that is not finite, or huge, in a buffer.
 
@@ -120,7 +120,7 @@ def origin_at(trace: Trace, source: Source, why: str, reason: str) -> Origin:
 
 
 def masked_logits(trace: Trace, source: Source) -> OpRecord | None:
-    """Returns the log-softmax that turned masked logits, -Inf on purpose, into a loss of Inf; None if none did."""
+    """Returns the log-softmax that turned masked logits, -Inf on purpose, into a loss of Inf; None if there is none."""
     if source.how not in ("written", "given") or not any(end.loss and source in end.sources for end in trace.ends):
         return None
     among = [record for record in trace.records[source.record :] if source in record.sources]

@@ -7,7 +7,7 @@ to tensor by their storage, so the trace knows which sources reached the loss or
 A source is an operation where non-finite values begin, by accident or on purpose:
 
     producer   read finite values and wrote non-finite ones
-    revealed   read an intended Inf, such as a mask, and made NaN of it: inf - inf, 0 * inf
+    revealed   read an intended Inf, such as a mask, and produced NaN: inf - inf, 0 * inf
     written    wrote Inf or NaN as a constant: masked_fill(..., -inf), full, where, padding
     unwritten  allocated memory without writing to it: empty
     given      was the first to read values that were non-finite before the trace: data, weights, a mask in a buffer
@@ -140,7 +140,7 @@ class BufferEnd(NamedTuple):
 
     Attributes:
         name, dtype, absmax: of the buffer.
-        record: the operation after which it was so.
+        record: the first operation after which it was so.
         sources: where its non-finite values began; empty if the operation writes it without saying so (BatchNorm).
     """
 
@@ -337,7 +337,7 @@ class Trace(TorchDispatchMode):
         sources: frozenset[Source],
         touched: set[int],
     ) -> str:
-        """Records what an output's storage holds from now on; returns the kind of source, empty if none."""
+        """Records the new content of an output's storage; returns the kind of source, empty if none."""
         key, index = self._place(tensor), len(self.records)
         if key in touched and not call.writes_in_place:  # a view
             return ""

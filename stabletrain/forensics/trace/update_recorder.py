@@ -1,8 +1,8 @@
 """Records every operation of an optimizer's step, and which parameter each belongs to.
 
-Non-finite values are followed as in `recorder.py`. Beside that, the record of an operation knows the parameters whose
-tensors it was computed from, the zeros among its inputs, and its source code. An operation on a list of tensors
-(`_foreach_div_`, `_fused_adamw_`) is run and recorded for each element of the list by itself.
+Non-finite values are followed as in `recorder.py`. Each record also holds the parameters whose tensors it was computed
+from, the zeros among its inputs, and its source code. An operation on a list of tensors (`_foreach_div_`,
+`_fused_adamw_`) is run and recorded for each element of the list by itself.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -22,7 +22,7 @@ class Label(NamedTuple):
     """A tensor that a step may write.
 
     `parameter`, `gradient` or the name of a moment, with the parameter's name; `buffer` with its name; or `attribute`,
-    with the name of what the optimizer keeps it in.
+    with the name of the optimizer's attribute that holds it.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """What an `OpRecord` does not tell of an operation of an optimizer.
+    """More about an operation of an optimizer than an `OpRecord` holds.
 
     Attributes:
         text: its expression in the source code; empty if unknown.
@@ -143,7 +143,7 @@ class UpdateTrace(Trace):
         return out
 
     def _detail(self, op: str, reads: tuple[Content, ...], numbers: tuple[float, ...], writes: list[Tensor]) -> None:
-        """Adds what the newest record does not tell, and what its outputs were computed from."""
+        """Adds the details of the newest record, and the parameters that its outputs were computed from."""
         after = tuple(self._content(tensor) for tensor in writes)
         parts = [self._parameters_of(each.place) for each in (*reads, *after)]
         parameters = frozenset[str]().union(*parts)
@@ -164,7 +164,7 @@ class UpdateTrace(Trace):
         return Content(values.numel(), zeros, self._place(tensor))
 
     def _place(self, tensor: Tensor) -> int:
-        """Identifies a known tensor, of which the tensor may be a part; otherwise the tensor's storage."""
+        """Identifies the known tensor that contains this one; otherwise this tensor's storage."""
         key = super()._place(tensor)
         if key not in self._spans:
             return key
