@@ -4,7 +4,6 @@ A batch may be any nesting of tuples, lists and mappings with tensors. Tensors t
 dimension hold one sample in each row; others belong to the whole batch.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stabletrain.forensics.diagnosis.evidence import LargestInput
-from stabletrain.forensics.probes.samples import MAX_LISTED, first_place
+from stabletrain.forensics.probes.samples import MAX_LISTED, Trials, first_place
 from stabletrain.guarded.micro_batch import MicroBatch, map_tensors, named_tensors
-from stabletrain.guarded.rerun import Rerun, RerunResult
+from stabletrain.guarded.rerun import Rerun
 
 CHEAP_SECONDS = 5.0
 """Seconds for which the search for samples goes on, however many passes it takes."""
@@ -155,53 +154,38 @@ def can_replace(batch: Any, other: Any) -> bool:
     return form(batch) == form(other) and memory(batch) != memory(other)
 
 
-class BatchTrials:
-    """Runs a step of a user's loop with some of its samples; see `Trials`.
-
-    Attributes:
-        passes: how often the closures were run.
-    """
+class BatchTrials(Trials):
+    """Runs a step of a user's loop with some of its samples."""
 
     def __init__(self, rerun: Rerun, usual: Sequence[MicroBatch], deadline: float) -> None:
-        self.passes = 0
-        self._rerun, self._deadline = rerun, deadline
-        self._micro_batches, self._rows = rerun.begun.micro_batches, rows_of(rerun.begun.micro_batches)
-        # Passes of a small model are cheap. A large one gets as many as `find_culprits` allows.
-        self._most, self._cheap_until = (
-            8 + 4 * math.ceil(math.log2(max(len(self._rows), 1))),
-            time.monotonic() + CHEAP_SECONDS,
-        )
-        fits = len(usual) == len(self._micro_batches)
-        fits = fits and all(
+        self._rerun, self._micro_batches = rerun, rerun.begun.micro_batches
+        self._rows = rows_of(self._micro_batches)
+        super().__init__(len(self._rows), deadline)
+        self._cheap_until = time.monotonic() + CHEAP_SECONDS
+        fits = len(usual) == len(self._micro_batches) and all(
             can_replace(mine.batch, other.batch) for mine, other in zip(self._micro_batches, usual, strict=True)
         )
         self._fillers = [each.batch for each in usual] if fits else [None] * len(self._micro_batches)
-        self._forward_only = False
 
     def can_go_on(self, passes: int) -> bool:
+        """Passes of a small model are cheap: for `CHEAP_SECONDS`, any number is allowed."""
+        return super().can_go_on(passes) or time.monotonic() < min(self._cheap_until, self.deadline)
+
+    def whole(self) -> Sequence[MicroBatch]:
+        """Returns the micro-batches of the step."""
+        return self._micro_batches
+
+    def run(self, batches: Sequence[MicroBatch]) -> Sequence[float]:
         """See `Trials`."""
-        now = time.monotonic()
-        return now < self._deadline and (self.passes + passes <= self._most or now < self._cheap_until)
-
-    @property
-    def samples(self) -> int:
-        """Number of samples of the step."""
-        return len(self._rows)
-
-    def whole_batch_fails(self) -> bool | None:
-        """See `Trials`; decides whether a backward pass is needed."""
-        found = self._run(self._micro_batches) if self.can_go_on(1) else None
-        self._forward_only = found is not None and not math.isfinite(found.loss)
-        return self._fails(found)
+        found = self._rerun.run(batches, backward=not self.forward_only)
+        return [found.loss] if self.forward_only else [found.loss, found.grad_norm]
 
     def find_filler(self) -> bool:
         """See `Trials`."""
         if any(filler is None for filler in self._fillers) or not self.can_go_on(1):
             return True
-        filled = [
-            MicroBatch(each.closure, other) for each, other in zip(self._micro_batches, self._fillers, strict=True)
-        ]
-        verdict = self._fails(self._run(filled))
+        pairs = zip(self._micro_batches, self._fillers, strict=True)
+        verdict = self.fails([MicroBatch(each.closure, filler) for each, filler in pairs])
         if verdict is None:
             self._fillers = [None] * len(self._micro_batches)
         return not verdict
@@ -211,22 +195,10 @@ class BatchTrials:
         mine: dict[int, list[int]] = {}
         for index in rows:
             mine.setdefault(self._rows[index].micro_batch, []).append(self._rows[index].row)
-        micro_batches = [
-            MicroBatch(each.closure, with_samples(each.batch, mine.get(number, []), filler))
-            for number, (each, filler) in enumerate(zip(self._micro_batches, self._fillers, strict=True))
-            if filler is not None or number in mine  # a filled micro-batch draws the same random numbers
-        ]
-        return self._fails(self._run(micro_batches))
-
-    def _run(self, micro_batches: Sequence[MicroBatch]) -> RerunResult | None:
-        """Runs the closures; None if one raises, as BatchNorm does for a single sample."""
-        self.passes += 1
-        try:
-            return self._rerun.run(micro_batches, backward=not self._forward_only)
-        except Exception:
-            return None
-
-    def _fails(self, found: RerunResult | None) -> bool | None:
-        if found is None:
-            return None
-        return not (math.isfinite(found.loss) and (self._forward_only or math.isfinite(found.grad_norm)))
+        return self.fails(
+            [
+                MicroBatch(each.closure, with_samples(each.batch, mine.get(number, []), filler))
+                for number, (each, filler) in enumerate(zip(self._micro_batches, self._fillers, strict=True))
+                if filler is not None or number in mine  # a filled micro-batch draws the same random numbers
+            ]
+        )

@@ -163,8 +163,7 @@ class LoopSubject:
             raise NotPossible(NO_BATCH)
         if not self.rerun.begun.micro_batches:
             raise NotPossible(self.gap)
-        trials = BatchTrials(self.rerun, self.usual, self.deadline)
-        return find_by_bisection(trials.samples, trials)
+        return find_by_bisection(BatchTrials(self.rerun, self.usual, self.deadline))
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns the largest attention logit."""

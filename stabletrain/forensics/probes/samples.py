@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,39 +139,66 @@ def find_culprits(repro: Repro) -> Culprits:
     samples, the model runs at most 2 + 2 ceil(log2 n) times. The search stops
     after 8 + 4 ceil(log2 n) runs, or at the deadline.
     """
-    return find_by_bisection(len(repro.batch), Bisection(repro))
+    return find_by_bisection(Bisection(repro))
 
 
-@runtime_checkable
-class Trials(Protocol):
+class Trials:
     """Runs a step with parts of its batch, within a budget of passes.
 
     Attributes:
+        samples: number of samples of the step.
         passes: how often the model was run.
+        most: the largest number of passes; about as many as a bisection needs for four culprits.
+        forward_only: whether the loss alone fails, so that no backward pass is needed.
     """
 
-    passes: int
+    def __init__(self, samples: int, deadline: float) -> None:
+        self.samples, self.passes, self.deadline = samples, 0, deadline
+        self.most, self.forward_only = 8 + 4 * math.ceil(math.log2(max(samples, 1))), False
 
     def can_go_on(self, passes: int) -> bool:
         """Returns whether the budget and the deadline allow that many more passes."""
-        ...
+        return self.passes + passes <= self.most and time.monotonic() < self.deadline
 
     def whole_batch_fails(self) -> bool | None:
         """Returns whether the step is non-finite with its whole batch; None if it cannot be run."""
-        ...
+        numbers = self.numbers(self.whole()) if self.can_go_on(1) else None
+        self.forward_only = numbers is not None and not math.isfinite(numbers[0])
+        return None if numbers is None else not all(map(math.isfinite, numbers))
+
+    def fails(self, batches: Sequence[Any]) -> bool | None:
+        """Returns whether loss or gradient norm of these micro-batches is not finite; None if they cannot be run."""
+        numbers = self.numbers(batches)
+        return None if numbers is None else not all(map(math.isfinite, numbers))
+
+    def numbers(self, batches: Sequence[Any]) -> Sequence[float] | None:
+        """Returns the result of `run`; None if the model raises an error."""
+        self.passes += 1
+        try:
+            return self.run(batches)
+        except Exception:  # for example, BatchNorm rejects a single value
+            return None
+
+    def whole(self) -> Sequence[Any]:
+        """Returns the micro-batches of the step."""
+        raise NotImplementedError
+
+    def run(self, batches: Sequence[Any]) -> Sequence[float]:
+        """Runs the step on these micro-batches; returns the loss and, unless `forward_only`, the gradient norm."""
+        raise NotImplementedError
 
     def find_filler(self) -> bool:
         """Chooses samples that replace those left out; returns False if those are non-finite too."""
-        ...
+        raise NotImplementedError
 
     def fails_with(self, rows: Sequence[int]) -> bool | None:
         """Returns whether the step is non-finite with these samples of the batch; None if it cannot be run."""
-        ...
+        raise NotImplementedError
 
 
-def find_by_bisection(samples: int, trials: Trials) -> Culprits:
+def find_by_bisection(trials: Trials) -> Culprits:
     """Finds the samples that make a step non-finite, by bisection."""
-    all_samples = [*range(samples)]
+    all_samples = [*range(trials.samples)]
     if not all_samples or not trials.whole_batch_fails():
         return Culprits([], False, trials.passes)
     if not trials.find_filler():
@@ -208,78 +235,58 @@ class FixedDivisor:
         return self.plain(outputs, batch, self.n_valid)
 
 
-class Bisection:
-    """Runs a step with parts of its batch, within a budget of passes.
-
-    Attributes:
-        passes: how often the model was run.
-    """
+class Bisection(Trials):
+    """Runs a step of the trainer with parts of its batch."""
 
     def __init__(self, repro: Repro) -> None:
-        self.passes = 0
-        self._repro, self._most = repro, 8 + 4 * math.ceil(math.log2(max(len(repro.batch), 1)))
-        self._model, self._tools = repro.copy_model(), self._tools_with_fixed_divisor()
-        self._forward_only = False
+        super().__init__(len(repro.batch), repro.deadline)
+        self._repro, self._model, self._tools = repro, repro.copy_model(), self._tools_with_fixed_divisor(repro)
         self._filling: Batch | None = None
 
-    def _tools_with_fixed_divisor(self) -> Tools:
+    @staticmethod
+    def _tools_with_fixed_divisor(repro: Repro) -> Tools:
         """The tools, with an objective that divides by the number of targets in the whole batch."""
         # A few samples have few targets. Divided by these alone, their loss could overflow fp16 in the backward pass.
-        tools, count = self._repro.replay_tools(), self._repro.batch.count_targets()
-        n_valid = torch.tensor(max(count, 1), device=self._repro.device)
+        tools, count = repro.replay_tools(), repro.batch.count_targets()
+        n_valid = torch.tensor(max(count, 1), device=repro.device)
         return replace(tools, objective=FixedDivisor(tools.objective.plain, n_valid))
 
-    def can_go_on(self, passes: int) -> bool:
-        """Whether the budget and the deadline allow that many more passes."""
-        return self.passes + passes <= self._most and time.monotonic() < self._repro.deadline
+    def whole(self) -> list[Batch]:
+        """Returns the micro-batches of the step."""
+        return self._repro.to_micro_batches(self._repro.batch)
 
-    def whole_batch_fails(self) -> bool | None:
-        """Whether the step is non-finite with its whole batch; decides whether backward is needed."""
-        found = self._numbers(self._repro.to_micro_batches(self._repro.batch)) if self.can_go_on(1) else None
-        self._forward_only = found is not None and not math.isfinite(found[0])
-        return None if found is None else not all(map(math.isfinite, found))
+    def run(self, batches: Sequence[Batch]) -> Sequence[float]:
+        """See `Trials`."""
+        self._repro.reset_(self._model)
+        if self.forward_only:
+            return [forward_loss(self._model, batches, self._tools, self._repro.step)]
+        return forward_backward(self._model, [*batches], self._tools, self._repro.step)[:2]
 
     def find_filler(self) -> bool:
-        """Chooses samples that replace those left out; returns False if those are non-finite too."""
+        """See `Trials`."""
         fresh, batch = self._repro.fresh, self._repro.batch
         if fresh is None or not self.can_go_on(1):
             return True
         other = fresh()
         if (other.inputs.shape, other.inputs.dtype) != (batch.inputs.shape, batch.inputs.dtype):
             return True
-        verdict = self._non_finite(self._repro.to_micro_batches(other))
+        verdict = self.fails(self._repro.to_micro_batches(other))
         self._filling = other if verdict is False else None
         return not verdict
 
     def fails_with(self, rows: Sequence[int]) -> bool | None:
-        """Whether the step is non-finite with these samples of the batch; None if it cannot be run."""
+        """See `Trials`."""
         batch = self._repro.batch
         if self._filling is None:
             size = len(batch) // self._repro.micro_batches
             parts = [[*rows[start : start + size]] for start in range(0, len(rows), size)]
-            return self._non_finite([Batch(batch.inputs[p], batch.targets[p]).to(self._repro.device) for p in parts])
+            return self.fails([Batch(batch.inputs[p], batch.targets[p]).to(self._repro.device) for p in parts])
         inputs, targets = self._filling.inputs.clone(), self._filling.targets.clone()
         inputs[rows], targets[rows] = batch.inputs[rows], batch.targets[rows]
-        return self._non_finite(self._repro.to_micro_batches(Batch(inputs, targets)))
-
-    def _non_finite(self, batches: list[Batch]) -> bool | None:
-        found = self._numbers(batches)
-        return None if found is None else not all(map(math.isfinite, found))
-
-    def _numbers(self, batches: list[Batch]) -> tuple[float, ...] | None:
-        """Loss and, if needed, gradient norm; None if the model raises."""
-        self.passes += 1
-        model, tools, step = self._model, self._tools, self._repro.step
-        self._repro.reset_(model)
-        try:
-            if self._forward_only:
-                return (forward_loss(model, batches, tools, step),)
-            return forward_backward(model, batches, tools, step)[:2]
-        except Exception:  # for example, BatchNorm rejects a single value
-            return None
+        return self.fails(self._repro.to_micro_batches(Batch(inputs, targets)))
 
 
-def forward_loss(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> float:
+def forward_loss(model: nn.Module, batches: Sequence[Batch], tools: Tools, step: int) -> float:
     """The loss alone, as `step.compute` computes it. The objective must ignore its `n_valid`."""
     ignored = torch.ones((), device=next(model.parameters()).device)
     total = 0.0
