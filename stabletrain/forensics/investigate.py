@@ -69,29 +69,17 @@ def investigate(
     """
     began = time.monotonic()
     assert subject.reading is not None
-    attempt = Checks(subject.deadline)
+    # With sharded weights the ranks run the update together, so none may leave it out for its time limit.
+    attempt = Checks(math.inf if kind == "update" else subject.deadline)
     found = Evidence(kind, subject.reading, part=subject.part, setting=setting)
     if kind == "state":  # the checksums named the tensors; the step's own numbers come from these and show nothing more
-        damage = [Damage(what, name, words) for what, name, words in subject.changes]
-        found = replace(found, damage=damage)
-        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
-    if kind == "recheck":  # two computations were compared, and a third: a replay would show nothing more
+        found = replace(found, damage=[Damage(what, name, words) for what, name, words in subject.changes])
+    elif kind == "recheck":  # two computations were compared, and a third: a replay would show nothing more
         found = replace(found, recheck=subject.recheck)
-        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
-    if kind == "update":  # the forward and backward pass were finite: only the optimizer's step is run again
-        attempt = Checks(math.inf)  # ranks with sharded weights run it together, so no rank may leave it out
+    elif kind == "update":  # the forward and backward pass were finite: only the optimizer's step is run again
         found = with_update(subject, found, attempt)
-        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
-    # Cheapest first: bad samples explain the incident without any replay.
-    samples = attempt("samples", lambda: subject.bad_samples(classes), [])
-    found = replace(found, samples=samples)
-    if not samples and kind == "loss_scale":
-        found = replace(found, underflow=attempt("small gradients", subject.underflow, None))
-    refuted = kind == "loss_scale" and (found.underflow is None or not found.underflow.real)
-    if not samples and not refuted:  # otherwise the cause is known or the alarm was false
-        older = attempt("older state", subject.older, None)
-        found = with_replays(subject, found, optimizer, older, attempt)
-        found = with_sizes(subject, found, optimizer, older, classes, attempt)
+    else:
+        found = with_step(subject, found, optimizer, classes, attempt)
     diagnosis = diagnose(found)
     if diagnosis.cause == "loss_scale_collapse":  # seen as non-finite gradients at first
         found = replace(found, kind="loss_scale")
@@ -132,6 +120,23 @@ def with_update(subject: Subject, found: Evidence, attempt: Checks) -> Evidence:
     fault = attempt("the optimizer's step", subject.update_fault, None)
     ran = len(attempt.failures) == failures
     return replace(found, update=fault, update_ran=ran, origin=None if fault is None else fault.origin)
+
+
+def with_step(
+    subject: Subject, found: Evidence, optimizer: Optimizer | None, classes: int | None, attempt: Checks
+) -> Evidence:
+    """Adds the evidence from the batch, and from running the step again, cheapest first."""
+    # Bad samples explain the incident without any replay. So does the check of an alarm that proves to be false.
+    found = replace(found, samples=attempt("samples", lambda: subject.bad_samples(classes), []))
+    if found.samples:
+        return found
+    if found.kind == "loss_scale":
+        found = replace(found, underflow=attempt("small gradients", subject.underflow, None))
+        if found.underflow is None or not found.underflow.real:
+            return found
+    older = attempt("older state", subject.older, None)
+    found = with_replays(subject, found, optimizer, older, attempt)
+    return with_sizes(subject, found, optimizer, older, classes, attempt)
 
 
 def with_replays(

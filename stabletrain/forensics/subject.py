@@ -4,10 +4,10 @@ There are two kinds. `StepSubject` is a step of this project's trainer; it runs 
 a user's own loop (`guarded/subject.py`) runs again by calling the user's closure on the live model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,8 +41,7 @@ ONLY_THE_UPDATE = (
 """Why a step with a non-finite update cannot be replayed."""
 
 
-@runtime_checkable
-class Subject(Protocol):
+class Subject:
     """A step under investigation. Its methods may raise anything that the user's code raises.
 
     Attributes:
@@ -51,89 +50,81 @@ class Subject(Protocol):
         step: number of the step, counted from 0.
         reading: the step's; None if unknown.
         part: this rank's own part of the step, as it measured it; None in a single process.
-        changes: see `Repro`.
-        recheck: see `Repro`.
+        changes, recheck, update: see `Repro`.
         deadline: in `time.monotonic()` seconds; nothing new begins after it.
     """
 
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def buffers(self) -> Sequence[Tensor]: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def reading(self) -> Reading | None: ...
-    @property
-    def part(self) -> RankPart | None: ...
-    @property
-    def changes(self) -> Sequence[tuple[str, str, str]]: ...
-    @property
-    def recheck(self) -> Finding | None: ...
-    @property
-    def deadline(self) -> float: ...
+    model: nn.Module
+    buffers: Sequence[Tensor]
+    step: int
+    reading: Reading | None
+    part: RankPart | None
+    changes: Sequence[tuple[str, str, str]]
+    recheck: Finding | None
+    update: Callable[[], UpdateFault | None] | None
+    deadline: float
 
     @property
     def variants(self) -> Sequence[str]:
         """`VARIANTS`, in the order in which they are to be replayed."""
-        ...
+        return [*VARIANTS]
 
     def older(self) -> Tree | None:
         """Returns a captured state (`checkpoint/capture.py`) from before the step; None if there is none."""
-        ...
+        raise NotImplementedError
 
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """Returns the samples with values that no model can learn from; see `probes/samples.py`."""
-        ...
+        raise NotImplementedError
 
     def identify(self, index: int) -> Mapping[str, Any]:
         """Returns the names of a sample besides its index in the batch, such as its `id` and `source`."""
-        ...
+        raise NotImplementedError
 
     def replay(self, variant: str) -> Outcome:
         """Runs the step again as one of `VARIANTS`. Never raises: the outcome says why it was not run."""
-        ...
+        raise NotImplementedError
 
     def trace(self, variant: str) -> Trace:
         """Runs the step again as one of `VARIANTS`, and records every operation."""
-        ...
+        raise NotImplementedError
 
     def culprits(self) -> Culprits | None:
         """Returns the samples that make the step non-finite; None if they cannot be searched for."""
-        ...
+        raise NotImplementedError
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns sizes of activations and logits, named as the monitors' metrics; with an older state's weights."""
-        ...
+        raise NotImplementedError
 
     def largest_input(self) -> LargestInput | None:
         """Returns the sample with the largest input; None if inputs are not floating point."""
-        ...
+        raise NotImplementedError
 
     def staleness(self, optimizer: Optimizer) -> float:
         """Compares the step's gradients with the optimizer's second moments; see `probes/state.py`."""
-        ...
+        raise NotImplementedError
 
     def underflow(self) -> Underflow | None:
         """Returns the gradients that are lost to underflow; None if that cannot be measured."""
-        ...
+        return None
 
     def fp8_casts(self) -> Fp8Casts | None:
-        """Returns the losses of casts to fp8; None if there are no casts."""
-        ...
-
-    def update_fault(self) -> UpdateFault | None:
-        """Runs the optimizer's step again, and returns why it is not finite; None if it is, or if it cannot be run."""
-        ...
+        """Returns the losses of casts to fp8; None if there are no casts, or if they are not examined."""
+        return None
 
     @property
     def can_update(self) -> bool:
         """Whether the optimizer's step can be run again."""
-        ...
+        return self.update is not None
+
+    def update_fault(self) -> UpdateFault | None:
+        """Runs the optimizer's step again, and returns why it is not finite; None if it is, or if it cannot be run."""
+        return None if self.update is None else self.update()
 
     def why_not_replayable(self) -> str:
         """Returns why another process cannot replay the step from its folder; empty if it can."""
-        ...
+        return ONLY_THE_UPDATE if self.can_update else ""
 
     def save(self, folder: Path) -> None:
         """Writes the files for a later replay into the incident's folder.
@@ -141,10 +132,10 @@ class Subject(Protocol):
         Raises:
             OSError: the disk is full or gone.
         """
-        ...
+        raise NotImplementedError
 
 
-class StepSubject:
+class StepSubject(Subject):
     """A step of this project's trainer, which runs again on copies of the model."""
 
     def __init__(self, repro: Repro) -> None:
@@ -152,7 +143,7 @@ class StepSubject:
         self.model, self.buffers, self.step = repro.model, repro.buffers, repro.step
         self.reading, self.part, self.deadline = repro.reading, repro.part, repro.deadline
         self.changes = repro.changes
-        self.recheck = repro.recheck
+        self.recheck, self.update = repro.recheck, repro.update
         self._compiled_copy, self._replayed = CompiledCopy(), False
 
     @property
@@ -236,19 +227,6 @@ class StepSubject:
     def fp8_casts(self) -> Fp8Casts | None:
         """See `Subject`."""
         return fp8_casts(self.repro)
-
-    @property
-    def can_update(self) -> bool:
-        """See `Subject`."""
-        return self.repro.update is not None
-
-    def update_fault(self) -> UpdateFault | None:
-        """See `Subject`."""
-        return None if self.repro.update is None else self.repro.update()
-
-    def why_not_replayable(self) -> str:
-        """Returns why it cannot: only the optimizer's part of a step cannot be replayed from saved weights."""
-        return ONLY_THE_UPDATE if self.can_update else ""
 
     def save(self, folder: Path) -> None:
         """Writes weights and batch; the batch only, if the step cannot be replayed."""

@@ -15,14 +15,12 @@ from torch.optim import Optimizer
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.forensics.diagnosis.evidence import LargestInput
 from stabletrain.forensics.probes.attention_scores import Scores
-from stabletrain.forensics.probes.fp8_casts import Fp8Casts
 from stabletrain.forensics.probes.samples import Culprits, find_by_bisection
 from stabletrain.forensics.probes.state import staleness
-from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import VARIANTS, NotPossible, Outcome, compare
+from stabletrain.forensics.replay import NotPossible, Outcome, compare
 from stabletrain.forensics.repro import is_compiled
-from stabletrain.forensics.subject import ONLY_THE_UPDATE
+from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guarded.micro_batch import MicroBatch, named_tensors
@@ -38,7 +36,7 @@ NO_BATCH = "the closure takes no batch: let it take one, and pass it as guard.st
 
 
 @dataclass
-class LoopSubject:
+class LoopSubject(Subject):
     """A step of a user's loop.
 
     Attributes:
@@ -56,7 +54,7 @@ class LoopSubject:
     """
 
     rerun: Rerun
-    reading: Reading
+    reading: Reading  # ty: ignore[incompatible-mutable-override]  always known here
     step: int
     changes: Sequence[tuple[str, str, str]] = ()
     usual: Sequence[MicroBatch] = ()
@@ -76,21 +74,16 @@ class LoopSubject:
         self.reruns = SharedReruns(lambda request: self._join(*request)) if self.sharded else Reruns()
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> nn.Module:  # ty: ignore[incompatible-property-override]  only read
         """The user's model, without wrappers. Raises NotPossible if its weights are sharded."""
         if self.sharded:
             raise NotPossible("the weights are sharded: they were not compared")
         return self.rerun.model
 
     @property
-    def buffers(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:  # ty: ignore[incompatible-property-override]  only read
         """The buffers' values from before the step."""
         return self.rerun.begun.buffers.tensors()
-
-    @property
-    def variants(self) -> Sequence[str]:
-        """See `Subject`."""
-        return [*VARIANTS]
 
     def older(self) -> Tree | None:
         """See `Subject`."""
@@ -182,23 +175,6 @@ class LoopSubject:
         found = dict(zip(map(id, self.rerun.parameters), self._run("same").gradients, strict=True))
         return staleness(self.model, [found.get(id(p)) for p in self.model.parameters()], optimizer)
 
-    def underflow(self) -> Underflow | None:
-        """Returns None: no monitor looks for vanishing gradients in a user's loop."""
-        return None
-
-    def fp8_casts(self) -> Fp8Casts | None:
-        """Returns None: casts to fp8 are not looked into."""
-        return None
-
-    @property
-    def can_update(self) -> bool:
-        """See `Subject`."""
-        return self.update is not None
-
-    def update_fault(self) -> UpdateFault | None:
-        """See `Subject`."""
-        return None if self.update is None else self.update()
-
     def save(self, folder: Path) -> None:
         """Writes the batch; and the weights, if the step can be replayed from the folder."""
         whole = not self.why_not_replayable()
@@ -206,9 +182,8 @@ class LoopSubject:
 
     def why_not_replayable(self) -> str:
         """Returns why `stabletrain replay` cannot run the step from its folder; empty if it can."""
-        if self.can_update:
-            return ONLY_THE_UPDATE
-        return why_not_replayable(self.rerun, sharded=self.sharded, keep_state=self.keep_state)
+        saved = super().why_not_replayable()
+        return saved or why_not_replayable(self.rerun, sharded=self.sharded, keep_state=self.keep_state)
 
     # ---- reruns
 
