@@ -30,12 +30,12 @@ from stabletrain.errors import ConfigError
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.user_code import hashes
 from stabletrain.machine.compiling import compiled_shape
+from stabletrain.machine.untouched import CONTAINERS
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Precision, Tools
 from stabletrain.records import Batch, RankPart, Reading, saved_reading
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.guard.recheck import Finding
-from stabletrain.stability.guard.repeats import CONTAINERS
 from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
 

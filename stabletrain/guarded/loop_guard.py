@@ -388,8 +388,7 @@ class LoopGuard:
 
     def _rerun(self, begun: BegunStep, loss_scale: float) -> Rerun:
         """Returns what is needed to run a step's closures again."""
-        buffers = buffers_of(self._model)
-        return Rerun(self._model, self._outer, self._parameters, buffers, self._scaling, begun, loss_scale)
+        return Rerun(self._model, self._outer, self._parameters, self._scaling, begun, loss_scale)
 
     # ---- take a step again
 

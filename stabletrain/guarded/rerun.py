@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stabletrain.buffers import Buffers, SavedBuffers
+from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.checkpoint.tree import local_part
 from stabletrain.guarded.agreement import wrappers
 from stabletrain.guarded.gradients import gradients, measure
@@ -22,7 +22,7 @@ from stabletrain.guarded.micro_batch import MicroBatch, loss_of
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.machine.determinism import Generators
-from stabletrain.stability.guard.repeats import attributes_of, put_back_all
+from stabletrain.machine.untouched import untouched
 from stabletrain.stability.precision.kernels import ieee_kernels
 
 
@@ -75,7 +75,6 @@ class Rerun:
         model: the user's own module, without wrappers.
         outer: the model as the user gave it, with the wrappers of DDP and the compiler.
         parameters: those that the optimizer updates.
-        buffers: the model's.
         scaling: gives the autocast context.
         begun: the step's state before it, and its micro-batches.
         loss_scale: the step's.
@@ -84,7 +83,6 @@ class Rerun:
     model: nn.Module
     outer: nn.Module
     parameters: list[Tensor]
-    buffers: Buffers
     scaling: Scaling
     begun: BegunStep
     loss_scale: float
@@ -112,7 +110,7 @@ class Rerun:
         own = None if any(hasattr(parameter, "to_local") for parameter in own) else own
         scale = 1.0 if true_fp32 else self.loss_scale
         losses: list[Tensor] = []
-        with self._put_back(weights), uncompiled(), torch.enable_grad():
+        with self._at_beginning(weights), uncompiled(), torch.enable_grad():
             numbers = in_true_fp32(self.model) if true_fp32 else self._entered()
             with numbers, watched_by or contextlib.nullcontext():
                 for micro_batch in self.begun.micro_batches if micro_batches is None else micro_batches:
@@ -135,30 +133,19 @@ class Rerun:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.begun.generators.device.type, dtype)
 
     @contextlib.contextmanager
-    def _put_back(self, weights: Mapping[str, Any] | None) -> Generator[None]:
+    def _at_beginning(self, weights: Mapping[str, Any] | None) -> Generator[None]:
         """Sets buffers and generators to the beginning of the step; restores everything on exit."""
-        now, begun = Generators.now(self.begun.generators.device), self.begun
-        saved, kept = self.buffers.save(), [parameter.grad for parameter in self.model.parameters()]
-        attributes = attributes_of(self.model)
-        held = [(module, {**module._buffers}) for module in self.model.modules() if module._buffers]
-        closed = torch.zeros((), dtype=torch.bool, device=begun.generators.device)
-        try:
-            self.buffers.restore_(begun.buffers, closed)
-            for parameter in self.model.parameters():
-                parameter.grad = None
+        begun = self.begun
+        device = begun.generators.device
+        with untouched(self.model, device):
+            buffers_of(self.model).restore_(begun.buffers, torch.zeros((), dtype=torch.bool, device=device))
             torch.clear_autocast_cache()  # it may hold casts of other weights
-            with without_communication(self.outer), with_weights(self.model, weights or {}):
-                begun.generators.set()
-                yield
-        finally:
-            torch.clear_autocast_cache()
-            put_back_all(attributes)
-            for module, tensors in held:  # a forward pass may replace them
-                module._buffers.update(tensors)
-            for parameter, gradient in zip(self.model.parameters(), kept, strict=True):
-                parameter.grad = gradient
-            self.buffers.restore_(saved, closed)
-            now.set()
+            try:
+                with without_communication(self.outer), with_weights(self.model, weights or {}):
+                    begun.generators.set()
+                    yield
+            finally:
+                torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

@@ -186,12 +186,11 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
     files.put_(dict(model.named_buffers()), state["buffers"], folder, True)
     batches = to_device(kept["batches"], next(model.parameters()).device)
     micro_batches = [MicroBatch(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
-    buffers = buffers_of(model)
-    begun = BegunStep(generators_of(kept["generators"], device), buffers.save(), micro_batches)
+    begun = BegunStep(generators_of(kept["generators"], device), buffers_of(model).save(), micro_batches)
     parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = scaling(saved["precision"] or None, None, device)
     began = time.monotonic()
-    found = Rerun(model, outer, parameters, buffers, chosen, begun, saved["loss_scale"]).run()
+    found = Rerun(model, outer, parameters, chosen, begun, saved["loss_scale"]).run()
     equal = compare(found.loss, found.grad_norm, reading, None, saved["comparable"])
     finite = bool(torch.isfinite(torch.tensor([found.loss, found.grad_norm])).all())
     outcome = Outcome(finite, found.loss, found.grad_norm, equal, None, time.monotonic() - began)
