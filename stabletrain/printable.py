@@ -32,6 +32,11 @@ def escaped(character: str) -> str:
     return f"\\x{ord(character):02x}" if ord(character) < 0x100 else f"\\u{ord(character):04x}"
 
 
+def is_round(count: int) -> bool:
+    """Returns whether a repeated message is shown at this count: at 1, 2, 3, 10, 100, 1000 and so on."""
+    return count <= 3 or count in (10**power for power in range(1, 9))
+
+
 def say(text: object = "", *, file: Any = None, end: str = "\n", flush: bool = False) -> None:
     """Prints text with control characters escaped; `file` is standard output unless another stream is given.
 
@@ -50,8 +55,3 @@ def warn(message: str) -> None:
     """Prints one line to standard error. Ignores a closed stream."""
     with suppress(OSError):
         say(f"stabletrain: {message}", file=sys.stderr)
-
-
-def is_round(count: int) -> bool:
-    """Returns whether a repeated message is logged at this count: at 1, 2, 3, 10, 100, 1000 and so on."""
-    return count <= 3 or count in (10**power for power in range(1, 9))

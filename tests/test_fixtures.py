@@ -158,7 +158,7 @@ def old_paths(place, monkeypatch):
     """The stored files with targets that no longer exist, and a table that maps them to today's."""
     for old, new in MADE_UP.items():
         monkeypatch.setitem(moved.MOVED, old, new)
-        for file in [*place.rglob("*.yaml"), *place.rglob("scene.json")]:
+        for file in [*place.rglob("*.yaml"), *place.rglob("step.json")]:
             file.write_text(file.read_text().replace(new, old))
     return place
 

@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 MASK = "*"
 
-RENAMED = [(r"(?<![A-Za-z])heat(?=s?(?![A-Za-z]))", "round")]
+RENAMED = [(r"(?<![A-Za-z])heat(?=s?(?![A-Za-z]))", "round"), (r"(?<=/)scene\.json\b", "step.json")]
 """Patterns of words that were renamed on purpose, in file names and in text, and the new words."""
 
 CLOCK = {
@@ -45,6 +45,7 @@ TEXT = [
     (r"\b(process|pid:?|PID) \d+", rf"\1 {MASK}"),
     (r"(wandb-client-artifact://)\w+", rf"\1{MASK}"),
     (r"(\.tmp-)\d+", rf"\1{MASK}"),  # the id of the writing process
+    (r"\bscene\.json\b", "step.json"),
     (r"\b([IWE])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ", rf"\1{MASK} "),  # PyTorch's log
 ]
 """Patterns in text, and their replacements."""

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stabletrain.guarded.attached_guard import AttachedGuard
+from stabletrain.guarded.guard import Guard
 
 IN_A_LOOP = "use guard.step in a loop of your own"
 
@@ -30,7 +31,7 @@ class GuardHolder:
     def _attach(self, model: nn.Module | None, optimizer: Optimizer, scaler: Any) -> AttachedGuard:
         """Attaches a new guard, which `_release` detaches."""
         assert model is not None
-        self.guard = guard = AttachedGuard.attach(model, optimizer, scaler=scaler, **self._options)
+        self.guard = guard = Guard.attach(model, optimizer, scaler=scaler, **self._options)
         self._undo.append(guard.detach)
         return guard
 

@@ -34,7 +34,7 @@ from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.incident_list import read
 from stabletrain.forensics.replay import replay
 from stabletrain.forensics.user_code import compare
-from stabletrain.guarded.saved_step import is_saved_step, replay_step
+from stabletrain.guarded.saved_step import holds_loop_step, replay_loop_step
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import conf_folder
@@ -150,14 +150,14 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         raise ConfigError(
             f"{folder} is not a folder: use one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
         )
-    if not (folder / repro_files.SCENE).exists():
+    if not (folder / repro_files.STEP).exists():
         raise ConfigError(f"{folder}: {why_not(folder)}")
-    if is_saved_step(folder):
+    if holds_loop_step(folder):
         return replay_of_loop(folder, overrides)
     about = repro_files.about(folder)
     if not {"config", "choices"} <= set(about):
         raise ConfigError(
-            f"{folder / repro_files.SCENE} holds no configuration: only incidents of train.py can be replayed"
+            f"{folder / repro_files.STEP} holds no configuration: only incidents of train.py can be replayed"
         )
     # The order of sums, and so the bits, depends on the number of threads.
     torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())
@@ -223,8 +223,8 @@ def recorded_config(folder: Path, found: dict[str, Any]) -> DictConfig:
         plain(cfg)
     except (ValueError, OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
-        raise DamagedFile(f"{folder / repro_files.SCENE} is damaged: its configuration: {reason}") from error
-    trust.check_config(found, folder / repro_files.SCENE)
+        raise DamagedFile(f"{folder / repro_files.STEP} is damaged: its configuration: {reason}") from error
+    trust.check_config(found, folder / repro_files.STEP)
     return cfg
 
 
@@ -239,7 +239,7 @@ def replay_of_loop(folder: Path, overrides: Sequence[str]) -> ReplayReport:
             f"{' '.join(overrides)}: this step ran in a loop of your own, which has no such options; change the code "
             "and replay it again"
         )
-    found = replay_step(folder)
+    found = replay_loop_step(folder)
     return ReplayReport(found.reading, found.outcome, (), (), False, diagnosis_of(folder), found.changed)
 
 

@@ -8,7 +8,7 @@ without importing torch.
 | handler | investigates incidents within a time budget and writes their folders |
 | distributed_handler, agreement | the same on several ranks: they agree after every part, and one writes the folder |
 | investigate | gathers the evidence of one incident, on copies |
-| subject | the step under investigation: how to run it again, and what to ask of it |
+| subject | the step under investigation: how to run it again, and the questions about it |
 | repro | everything needed to replay a step, in memory and on disk |
 | user_code | hashes of the user's source files that the step runs through |
 | replay | replays the step, unchanged or with one thing changed |

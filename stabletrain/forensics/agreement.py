@@ -1,8 +1,8 @@
 """How ranks explain an incident together: they agree after every part that may fail, so none waits for another forever.
 
 A part runs on each rank by itself. Afterwards all ranks exchange whether it raised. If it raised on any of them,
-`NotInvestigated` is raised on all, with that rank's error. A rank must therefore never leave a part in which others
-wait for it, or exchange less often than they do.
+`NotInvestigated` is raised on all, with that rank's error. A rank must therefore never leave a part while others wait
+for it, and must exchange exactly as often as they do.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from stabletrain.parallel.whole import WholeState
 
 T = TypeVar("T")
 
-LONGEST = 300
+MAX_LENGTH = 300
 """Maximum length of an error's text in characters."""
 
 
@@ -23,10 +23,10 @@ class NotInvestigated(StabletrainError):
     """An incident could not be explained; the message gives the reason. On several ranks, all raise it together."""
 
 
-def in_one_line(error: Exception) -> str:
+def one_line_of(error: Exception) -> str:
     """Returns an error's text in one line; with its type, unless it was written for the user."""
     text = str(error) if isinstance(error, StabletrainError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:LONGEST]
+    return " ".join(text.split())[:MAX_LENGTH]
 
 
 def exchange(work: Callable[[], T]) -> list[T]:
@@ -39,24 +39,24 @@ def exchange(work: Callable[[], T]) -> list[T]:
     try:
         result.append(work())
     except Exception as error:  # if one rank raises, all must: another would wait for it
-        reason = in_one_line(error)
-    told = all_gather_object((reason, result))
-    failed = [(rank, text) for rank, (text, _) in enumerate(told) if text]
+        reason = one_line_of(error)
+    gathered = all_gather_object((reason, result))
+    failed = [(rank, text) for rank, (text, _) in enumerate(gathered) if text]
     if failed:
         more = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
         raise NotInvestigated(f"rank {failed[0][0]}{more}: {failed[0][1]}")
-    return [value for _, (value,) in told]
+    return [value for _, (value,) in gathered]
 
 
-def together(work: Callable[[], T]) -> T:
+def on_all_ranks(work: Callable[[], T]) -> T:
     """Runs `work` on every rank, and returns this rank's own result, which is not sent.
 
     Raises:
         NotInvestigated: `work` raised on a rank; on all ranks.
     """
-    box: list[T] = []
-    exchange(lambda: box.append(work()))
-    return box[0]
+    own_result: list[T] = []
+    exchange(lambda: own_result.append(work()))
+    return own_result[0]
 
 
 class OlderState:
@@ -70,28 +70,28 @@ class OlderState:
 
     def __init__(self, states: WholeState) -> None:
         self._states = states
-        self._met = False
+        self._gathered = False
         self._tree: Tree | None = None
 
     def __call__(self) -> Tree | None:
         """Returns the state, with whole tensors."""
-        if not self._met:
-            self._meet(lambda: True)
+        if not self._gathered:
+            self._gather(lambda: True)
         return self._tree
 
     def finish(self, error: Exception | None = None) -> None:
-        """Takes part in gathering, if another rank needs the state; `error` is what this rank failed with."""
+        """Takes part in gathering, if another rank needs the state; `error` is this rank's own error, if it failed."""
 
         def not_needed() -> bool:
             if error is not None:
                 raise error
             return False
 
-        if not self._met:
-            self._meet(not_needed)
+        if not self._gathered:
+            self._gather(not_needed)
 
-    def _meet(self, needs: Callable[[], bool]) -> None:
-        self._met = True
+    def _gather(self, needs: Callable[[], bool]) -> None:
+        self._gathered = True
         if any(exchange(needs)):
-            together(self._states.prepare_older)
-            self._tree = together(self._states.gather_older)
+            on_all_ranks(self._states.prepare_older)
+            self._tree = on_all_ranks(self._states.gather_older)

@@ -1,7 +1,7 @@
 """The incident handler of several ranks: all investigate an incident together, and one of them writes its folder.
 
 Each rank replays its own part of the step on a copy of the whole model, without communication, so a rank whose model
-raises does not block the others. It compares the replay with what this rank itself measured in the step, not with the
+raises does not block the others. It compares the replay with this rank's own measurements in the step, not with the
 step's numbers, which are sums over all ranks. Then the ranks exchange how strong the evidence against their own part
 is:
 
@@ -25,12 +25,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.optim import Optimizer
-
-from stabletrain.forensics.agreement import NotInvestigated, OlderState, exchange, together
+from stabletrain.forensics.agreement import NotInvestigated, OlderState, exchange, on_all_ranks
 from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings, too_bright
-from stabletrain.forensics.handler import IncidentHandler, IncidentSummary, NoIncidentHandler
+from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings, has_input_outlier
+from stabletrain.forensics.handler import IncidentHandler, IncidentRequest, IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.samples import bad_samples
 from stabletrain.forensics.repro import Repro
@@ -39,8 +37,8 @@ from stabletrain.parallel.ranks import Ranks, timeout
 from stabletrain.parallel.whole import WholeState
 
 
-class Account(NamedTuple):
-    """What a rank tells the others of its own part of the step.
+class RankEvidence(NamedTuple):
+    """How strong the evidence against a rank's own part of the step is, for the other ranks.
 
     Attributes:
         level: see the module; -1 if this rank has nothing to report.
@@ -67,54 +65,47 @@ class DistributedIncidentHandler(NoIncidentHandler):
         self._own.open(folder, setting)
 
     def handle(
-        self,
-        make: Callable[[], Repro],
-        kind: str,
-        *,
-        states: WholeState,
-        classes: int | None,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float] = (math.inf, math.inf),
-        tick: int | None = None,
+        self, request: IncidentRequest, make_repro: Callable[[], Repro], states: WholeState
     ) -> IncidentSummary | None:
         """Like `IncidentHandler.handle`; returns the same summary, or None, or raises the same, on every rank."""
         own = self._own
         if not isinstance(own, IncidentHandler):
             return None
-        # The main process decides for all: it reads and counts the folders.
-        filed = exchange(lambda: own.filed_at(tick) if self._ranks.is_main else None)[0]
+        # The main process decides for all whether the step is explained: it reads and counts the folders.
+        filed = exchange(lambda: own.filed_at(request.tick) if self._ranks.is_main else None)[0]
         if filed is not None:
             return filed
-        if not all(exchange(lambda: not self._ranks.is_main or own.has_budget())):
+        if not main_has_budget(own, self._ranks):
             return None
         own.count()
-        repro = together(make)
+        repro = on_all_ranks(make_repro)
         # Bad samples explain the step: then no rank replays it, and weights are needed only to be saved.
-        update = kind == "update"  # the step's forward and backward pass were normal, and are not replayed
-        bad = exchange(lambda: not update and bool(bad_samples(repro.batch, repro.tools.sanitizer.vocab_size, classes)))
+        update = request.kind == "update"  # the step's forward and backward pass were normal, and are not replayed
+        vocab_size = repro.tools.sanitizer.vocab_size
+        bad = exchange(lambda: not update and bool(bad_samples(repro.batch, vocab_size, request.classes)))
         if not update and (own.keep_state or not any(bad)):
-            together(states.check)  # before anything is allocated or gathered
-            together(states.prepare)
-            repro = replace(repro, model=together(states.gather))
-        # From here on the other ranks wait for this one: use at most half of the time that they do.
+            on_all_ranks(states.check)  # before anything is allocated or gathered
+            on_all_ranks(states.prepare)
+            repro = replace(repro, model=on_all_ranks(states.gather))
+        # Each rank investigates its own part without communication, except for the older state. The others wait for it:
+        # use at most half of the time that they do.
         deadline = own.deadline(timeout().total_seconds() / 2)
         older, found, error = OlderState(states), None, None
         if bad[self._ranks.rank] or not any(bad):
             try:
                 ready = replace(repro, older=older, deadline=deadline)
-                found = own.investigate(StepSubject(ready), kind, classes=classes, optimizer=optimizer, limits=limits)
+                found = own.investigate(StepSubject(ready), request)
             except NotInvestigated:  # all ranks raise this one together
                 raise
             except Exception as raised:
                 error = raised
-        older.finish(error)
+        older.finish(error)  # another rank may still need this rank's shards
+        return write_together(own, self._ranks.rank, StepSubject(repro), found, error, request.tick)
 
-        def account() -> Account:
-            if error is not None:
-                raise error
-            return account_of(found)
 
-        return write_together(own, self._ranks.rank, StepSubject(repro), found, exchange(account), tick)
+def main_has_budget(own: IncidentHandler, ranks: Ranks) -> bool:
+    """Returns on all ranks whether another incident may be investigated; the main process counts the folders."""
+    return all(exchange(lambda: not ranks.is_main or own.has_budget()))
 
 
 def write_together(
@@ -122,7 +113,7 @@ def write_together(
     rank: int,
     subject: Subject,
     found: Findings | None,
-    told: list[Account],
+    error: Exception | None = None,
     tick: int | None = None,
 ) -> IncidentSummary | None:
     """Has one rank write the folder, and returns its summary on all ranks.
@@ -132,45 +123,55 @@ def write_together(
         rank: this rank.
         subject: the step, as this rank sees it.
         found: this rank's findings; None if it has nothing to report.
-        told: what each rank tells the others.
-        tick: see `IncidentHandler.handle`.
+        error: what prevented this rank's investigation; None if nothing did.
+        tick: see `IncidentRequest`.
+
+    Raises:
+        NotInvestigated: a rank failed; on all ranks.
     """
     assert subject.reading is not None
-    chosen, guilty = choose(told, subject.reading.rank)
-    if len({*told}) == 1 and found is not None and found.evidence.kind == "update" and subject.reading.rank < 0:
-        guilty = None  # every rank takes the same step
+
+    def evidence() -> RankEvidence:
+        if error is not None:
+            raise error
+        return rank_evidence(found)
+
+    of_ranks = exchange(evidence)
+    writer, rank_at_fault = choose_rank(of_ranks, subject.reading.rank)
+    if len({*of_ranks}) == 1 and found is not None and found.evidence.kind == "update" and subject.reading.rank < 0:
+        rank_at_fault = None  # every rank takes the same step
 
     def write() -> IncidentSummary | None:
-        if rank != chosen or found is None:
+        if rank != writer or found is None:
             return None
-        all_normal = all(account.level == 0 and account.normal for account in told)
-        mine = unattributed(found) if all_normal and step_was_bad(found.evidence) else found
-        return own.write_incident(subject, mine, rank=guilty, tick=tick)
+        all_normal = all(each.level == 0 and each.normal for each in of_ranks)
+        shown = found_between_ranks(found) if all_normal and step_was_bad(found.evidence) else found
+        return own.write_incident(subject, shown, rank=rank_at_fault, tick=tick)
 
-    return exchange(write)[chosen]
+    return exchange(write)[writer]
 
 
-def account_of(found: Findings | None) -> Account:
-    """What this rank tells the others; `found` is None if it has nothing to report."""
+def rank_evidence(found: Findings | None) -> RankEvidence:
+    """Summarises this rank's findings for the others; `found` is None if it has nothing to report."""
     if found is None:
-        return Account(-1, 0.0, True, True)
+        return RankEvidence(-1, 0.0, True, True)
     evidence, level, size = found.evidence, 0, 0.0
     if evidence.kind == "update":
         fault = evidence.update
-        return Account(0, 0.0, True, True) if fault is None else Account(3, -float(fault.index), True, True)
+        return RankEvidence(0, 0.0, True, True) if fault is None else RankEvidence(3, -float(fault.index), True, True)
     fine = evidence.normal("same") if evidence.kind == "spike" else evidence.finite("same")
     if evidence.samples or evidence.damage or (evidence.recheck is not None and evidence.recheck.differs):
         level = 3
-    elif fine is False or too_bright(evidence):
-        level, size = 2, excess(evidence)
-    elif was_bad(evidence):
+    elif fine is False or has_input_outlier(evidence):
+        level, size = 2, times_above_limit(evidence)
+    elif part_was_bad(evidence):
         level = 1
     part = evidence.part
     shard = part is None or part.shard_norm is None or math.isfinite(part.shard_norm)
-    return Account(level, size, fine is True, shard)
+    return RankEvidence(level, size, fine is True, shard)
 
 
-def excess(evidence: Evidence) -> float:
+def times_above_limit(evidence: Evidence) -> float:
     """How many times the guard's limits loss or gradient norm of the replay of a spike reach; 0 for other kinds."""
     same = evidence.outcomes.get("same")
     if evidence.kind != "spike" or same is None or same.loss is None or same.grad_norm is None:
@@ -179,8 +180,8 @@ def excess(evidence: Evidence) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def was_bad(evidence: Evidence) -> bool:
-    """Whether this rank's own part was bad in the step: not finite, or not what the replay gives."""
+def part_was_bad(evidence: Evidence) -> bool:
+    """Whether this rank's own part was bad in the step: not finite, or different from its replay."""
     part, same = evidence.part, evidence.outcomes.get("same")
     if part is None:
         return False
@@ -196,25 +197,25 @@ def step_was_bad(evidence: Evidence) -> bool:
     return evidence.kind != "loss_scale"
 
 
-def choose(told: list[Account], known: int) -> tuple[int, int | None]:
+def choose_rank(of_ranks: list[RankEvidence], known: int) -> tuple[int, int | None]:
     """Returns the rank that writes the folder, and the rank at fault; None if no rank is known to be.
 
     `known` is the rank that the step's reading names, -1 for none.
     """
-    ranking = [account[:2] for account in told]
+    ranking = [each[:2] for each in of_ranks]
     best = max(ranking)
+    first = ranking.index(best)
     if best[0] > 0:
-        return (first := ranking.index(best)), first
+        return first, first
     if best[0] < 0:
         return 0, None
-    suspects = [rank for rank, account in enumerate(told) if not account.shard]
-    guilty = known if known >= 0 else suspects[0] if suspects else None
-    writes = guilty if guilty is not None and told[guilty].level == 0 else ranking.index(best)
-    return writes, guilty
+    suspects = [rank for rank, each in enumerate(of_ranks) if not each.shard]
+    at_fault = known if known >= 0 else suspects[0] if suspects else None
+    return (at_fault if at_fault is not None and of_ranks[at_fault].level == 0 else first), at_fault
 
 
-def unattributed(found: Findings) -> Findings:
-    """The findings, diagnosed with what all ranks know: every rank's own part is normal."""
+def found_between_ranks(found: Findings) -> Findings:
+    """The findings, diagnosed with the fact that every rank's own part is normal."""
     evidence = replace(found.evidence, parts_normal=True)
     return replace(found, evidence=evidence, diagnosis=diagnose(evidence))
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.agreement import NotInvestigated, in_one_line
+from stabletrain.forensics.agreement import NotInvestigated, one_line_of
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import Execution, file_incident, remove_unfinished
@@ -34,13 +34,33 @@ ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
+class IncidentRequest:
+    """Asks a handler to explain a step.
+
+    Attributes:
+        kind: `nonfinite`, `spike`, `bad_data`, `state`, `recheck` or `update` for a step whose update was withheld or
+            undone; `loss_scale` for an alarm that gradients vanish.
+        optimizer: the live optimizer; only read. None if its moments are not whole.
+        limits: the guard's limits of loss and gradient norm.
+        classes: last dimension of the logits; None if unknown.
+        tick: number of steps that the run has executed with this one; None if unknown.
+    """
+
+    kind: str
+    optimizer: Optimizer | None = None
+    limits: tuple[float, float] = (math.inf, math.inf)
+    classes: int | None = None
+    tick: int | None = None
+
+
+@dataclass(frozen=True)
 class IncidentSummary:
     """An incident that was investigated; `cause`, `verdict` and `fix` are as in `Diagnosis`.
 
     Attributes:
         path: the incident's folder; None if it could not be written.
         lines: three lines to show: what happened, the best fix, and where the details are.
-        mistake: identifies what happened; see `mistake_key`.
+        mistake: identifies the mistake; see `mistake_key`.
         known: whether this mistake is filed already, so that there is nothing to show.
     """
 
@@ -66,15 +86,7 @@ class NoIncidentHandler:
         """Does nothing."""
 
     def handle(
-        self,
-        make: Callable[[], Repro],
-        kind: str,
-        *,
-        states: WholeState,
-        classes: int | None,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float] = (math.inf, math.inf),
-        tick: int | None = None,
+        self, request: IncidentRequest, make_repro: Callable[[], Repro], states: WholeState
     ) -> IncidentSummary | None:
         """Returns None."""
         return None
@@ -88,7 +100,7 @@ class IncidentHandler(NoIncidentHandler):
 
     Attributes:
         max_incidents: maximum number of incident folders, including those that exist already.
-        max_seconds: approximate time limit for each; what has not begun by then is left out.
+        max_seconds: approximate time limit for each; checks that have not begun by then are left out.
         keep_state: whether weights and batch are saved with each, for `stabletrain replay`.
         again: how often each known mistake was found again, by cause, module, operation, direction and line.
 
@@ -113,61 +125,51 @@ class IncidentHandler(NoIncidentHandler):
     def open(self, folder: Path, setting: RunSettings) -> None:
         """Sets the folder for incidents, and the run's settings, which decide which fixes apply.
 
-        A resumed run goes on as if it had filed the incidents itself that were filed with the same settings.
+        A resumed run counts the incidents that an earlier process filed with the same settings as its own.
         """
         self._folder, self._setting, self._settings = folder, setting, settings_hash(setting)
         remove_unfinished(folder)
-        mistakes = {mistake_of(record) for _, record in self._earlier()}
-        self._filed |= {mistake for mistake in mistakes if not is_accident(mistake)}
+        mistakes = {recorded_mistake(record) for _, record in self._earlier()}
+        self._filed |= {mistake for mistake in mistakes if not may_recur(mistake)}
 
     def handle(
-        self,
-        make: Callable[[], Repro],
-        kind: str,
-        *,
-        states: WholeState,
-        classes: int | None,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float] = (math.inf, math.inf),
-        tick: int | None = None,
+        self, request: IncidentRequest, make_repro: Callable[[], Repro], states: WholeState
     ) -> IncidentSummary | None:
         """Explains a step and writes its folder.
 
-        Returns None if the budget is spent, or if the alarm was false. If the run was
-        killed and meets the very same step again, returns the incident that is filed already.
+        Returns None if the budget is spent, or if the alarm was false. If the run was killed and executes the same step
+        again, returns the incident that is filed already.
 
         Args:
-            make: builds the repro, with the model in training.
-            kind: `nonfinite`, `spike`, or `bad_data` for a skipped step; `loss_scale` for an alarm that gradients
-                vanish.
+            make_repro: builds the repro, with the model in training.
             states: the whole weights for replays.
-            classes: last dimension of the logits; None if unknown.
-            optimizer: the live optimizer; only read.
-            limits: the guard's limits of loss and gradient norm.
-            tick: number of steps that the run has executed with this one; None if unknown.
 
         Raises:
             NotInvestigated: an error prevents it. Nothing else is raised: explaining a step must not end the run.
         """
         try:
-            if (filed := self.filed_at(tick)) is not None:
+            # A resumed run repeats the steps after its checkpoint: it shows an incident again, and files no second.
+            if (filed := self.filed_at(request.tick)) is not None:
                 return filed
             if not self.has_budget():
                 return None
-            self.count()
-            repro = make()
-            states.check()  # before anything is allocated or gathered: FSDP shards the model with one rank, too
+            self.count()  # before it begins: one that fails has cost time too
+            # Everything that a replay needs. Check the memory before anything is allocated or gathered: FSDP shards the
+            # model with one rank, too.
+            repro = make_repro()
+            states.check()
             states.prepare()
 
             def older() -> Tree | None:
                 states.prepare_older()
                 return states.gather_older()
 
+            # The time limit begins after the weights are gathered: that takes long, and is no part of the diagnosis.
             repro = replace(repro, model=states.gather(), older=older, deadline=self.deadline())
-            found = self.investigate(StepSubject(repro), kind, classes=classes, optimizer=optimizer, limits=limits)
-            return None if found is None else self.write_incident(StepSubject(repro), found, tick=tick)
+            found = self.investigate(StepSubject(repro), request)
+            return None if found is None else self.write_incident(StepSubject(repro), found, tick=request.tick)
         except Exception as error:
-            raise NotInvestigated(in_one_line(error)) from error
+            raise NotInvestigated(one_line_of(error)) from error
 
     def filed_at(self, tick: int | None) -> IncidentSummary | None:
         """Returns the incident that was filed for the step executed at `tick`; None if there is none."""
@@ -195,21 +197,15 @@ class IncidentHandler(NoIncidentHandler):
         """The deadline of an investigation that begins now and may take `longest` seconds."""
         return time.monotonic() + min(self.max_seconds, longest)
 
-    def investigate(
-        self,
-        subject: Subject,
-        kind: str,
-        *,
-        classes: int | None,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float],
-    ) -> Findings | None:
+    def investigate(self, subject: Subject, request: IncidentRequest) -> Findings | None:
         """Returns the findings; None if the alarm was false."""
         # The guard's limits decide whether a finite replay counts as normal.
-        setting = replace(self._setting, loss_limit=limits[0], norm_limit=limits[1])
-        found = investigate(subject, kind, classes=classes, optimizer=optimizer, setting=setting)
+        setting = replace(self._setting, loss_limit=request.limits[0], norm_limit=request.limits[1])
+        found = investigate(
+            subject, request.kind, classes=request.classes, optimizer=request.optimizer, setting=setting
+        )
         small = found.evidence.underflow
-        return None if kind == "loss_scale" and (small is None or not small.real) else found
+        return None if request.kind == "loss_scale" and (small is None or not small.real) else found
 
     def write_incident(
         self, subject: Subject, found: Findings, rank: int | None = None, tick: int | None = None
@@ -217,9 +213,9 @@ class IncidentHandler(NoIncidentHandler):
         """Writes the folder, unless the mistake is known already, and returns the summary.
 
         Args:
-            subject, found: the step, and what was found.
+            subject, found: the step and the findings.
             rank: the rank at fault; None for one process, or if no rank is known to be.
-            tick: see `handle`.
+            tick: see `IncidentRequest`.
         """
         mistake = mistake_key(found)
         about = found.diagnosis
@@ -238,12 +234,14 @@ class IncidentHandler(NoIncidentHandler):
             where = f"its folder could not be written ({error.strerror or error})"
         else:
             where = str(path)
-            self._filed |= set() if is_accident(mistake) else {mistake}
-        lines = lines_of(subject.reading.step, rank, about.cause, about.confidence, about.verdict, about.fix, where)
+            self._filed |= set() if may_recur(mistake) else {mistake}
+        lines = summary_lines(
+            subject.reading.step, rank, about.cause, about.confidence, about.verdict, about.fix, where
+        )
         return IncidentSummary(path, about.cause, about.verdict, about.fix, lines, mistake)
 
 
-def lines_of(
+def summary_lines(
     step: int, rank: int | None, cause: str, confidence: float, verdict: str, fix: Sequence[str], where: str
 ) -> list[str]:
     """Returns the lines of an incident: what happened, the best fix, and where the details are."""
@@ -257,9 +255,9 @@ def lines_of(
 
 def summary_of(path: Path, record: Mapping[str, Any]) -> IncidentSummary:
     """Returns the summary of an incident that is filed already, from its `diagnosis.json`."""
-    told = (record["cause"], record["confidence"], record["verdict"], record["fix"])
-    lines = lines_of(record["step"], record["rank"], *told, f"{path} (filed already)")
-    return IncidentSummary(path, record["cause"], record["verdict"], record["fix"], lines, mistake_of(record))
+    diagnosis = (record["cause"], record["confidence"], record["verdict"], record["fix"])
+    lines = summary_lines(record["step"], record["rank"], *diagnosis, f"{path} (filed already)")
+    return IncidentSummary(path, record["cause"], record["verdict"], record["fix"], lines, recorded_mistake(record))
 
 
 def settings_hash(setting: RunSettings) -> str:
@@ -274,12 +272,12 @@ def mistake_key(found: Findings) -> tuple[str, ...]:
     return (found.diagnosis.cause, *(() if o is None else (o.module, o.op, o.direction, o.source)))
 
 
-def mistake_of(record: Mapping[str, Any]) -> tuple[str, ...]:
+def recorded_mistake(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the same as `mistake_key`, from a `diagnosis.json`."""
     o = record.get("origin")
     return (record["cause"], *(() if o is None else (o["module"], o["op"], o["direction"], o["source"])))
 
 
-def is_accident(mistake: tuple[str, ...]) -> bool:
+def may_recur(mistake: tuple[str, ...]) -> bool:
     """Whether a mistake may happen again on its own, such as bad data, so that each is filed."""
     return mistake[0] not in CAUSES or CAUSES[mistake[0]].accident

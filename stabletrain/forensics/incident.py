@@ -2,7 +2,7 @@
 
 A folder appears complete, by a rename. What a killed process has left is hidden, and the next one removes it.
 
-incidents/step-00000123/    diagnosis.json  report.md  scene.json  batch.safetensors  state.safetensors
+incidents/step-00000123/    diagnosis.json  report.md  step.json  batch.safetensors  state.safetensors
 """
 
 import errno
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.replay import VARIANTS, Outcome
 from stabletrain.forensics.report import report
-from stabletrain.forensics.repro import BATCH, SCENE, STATE
+from stabletrain.forensics.repro import BATCH, STATE, STEP
 from stabletrain.forensics.subject import Subject
 from stabletrain.printable import printable
 from stabletrain.tracking.metrics import now, plain, replace
@@ -40,15 +40,15 @@ class Execution(NamedTuple):
 
 UNKNOWN = Execution()
 
-UNNEEDED = Outcome(not_run="not needed: the cause was already known")
+NOT_NEEDED = Outcome(not_run="not needed: the cause was already known")
 """Outcome of a replay that was not needed."""
 
 
-HIDDEN = ".step-*"
+HIDDEN_FOLDERS = ".step-*"
 """Matches the folders of incidents that are being written, or whose writing was killed."""
 
 
-def place_for(folder: Path, step: int) -> Path:
+def folder_for(folder: Path, step: int) -> Path:
     """The folder for an incident, in the folder of all; with a number if the step had one before a rollback."""
     path, number = folder / f"step-{step:08d}", 2
     while path.exists():
@@ -73,7 +73,7 @@ def file_incident(
     hidden = folder / f".step-{step:08d}.{secrets.token_hex(4)}"
     try:
         try:
-            place = place_for(folder, step)
+            place = folder_for(folder, step)
             write(hidden, subject, found, rank=rank, keep_state=keep_state, execution=execution, place=place)
         except OSError:
             if (hidden / "diagnosis.json").exists():
@@ -97,7 +97,7 @@ def publish(hidden: Path, folder: Path, step: int) -> Path:
         finally:
             os.close(opened)
     while True:
-        place = place_for(folder, step)
+        place = folder_for(folder, step)
         try:
             hidden.rename(place)
         except OSError as error:
@@ -109,7 +109,7 @@ def publish(hidden: Path, folder: Path, step: int) -> Path:
 
 def remove_unfinished(folder: Path) -> None:
     """Removes the hidden folders of incidents whose writing was killed. No other process may be writing incidents."""
-    for path in folder.glob(HIDDEN):
+    for path in folder.glob(HIDDEN_FOLDERS):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -145,7 +145,7 @@ def write(
         try:
             subject.save(path)
         except OSError:
-            for file in (SCENE, BATCH, STATE):
+            for file in (STEP, BATCH, STATE):
                 (path / file).unlink(missing_ok=True)
             raise
 
@@ -173,7 +173,7 @@ def as_json(subject: Subject, found: Findings, rank: int | None, execution: Exec
         "update": None if evidence.update is None else evidence.update.as_dict(),
         "samples": samples,
         "rank": rank,
-        "replays": {name: asdict(evidence.outcomes.get(name, UNNEEDED)) for name in VARIANTS},
+        "replays": {name: asdict(evidence.outcomes.get(name, NOT_NEEDED)) for name in VARIANTS},
         "reading": evidence.reading._asdict(),
         "part": None if evidence.part is None else evidence.part._asdict(),
         "limits": {"loss": evidence.setting.loss_limit, "grad_norm": evidence.setting.norm_limit},

@@ -9,10 +9,10 @@ from stabletrain.printable import one_line
 from stabletrain.stored.diagnosis import read_diagnosis
 from stabletrain.stored.json_files import DamagedFile
 
-KINDS = {"step": int, "rank": int | None, "cause": str, "confidence": float | int, "verdict": str, "fix": list}
+KEY_TYPES = {"step": int, "rank": int | None, "cause": str, "confidence": float | int, "verdict": str, "fix": list}
 """Keys of a `diagnosis.json` and their types."""
 
-PLACE = {"module", "op", "direction", "source"}
+ORIGIN_KEYS = {"module", "op", "direction", "source"}
 """Keys of an incident's origin that name the operation."""
 
 WIDTH = 11
@@ -51,21 +51,21 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def filed_incidents(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Returns the incidents in a folder of incidents with their content; leaves out what is damaged."""
+    """Returns the incidents in a folder of incidents with their content, except damaged ones."""
     found = []
     for path in sorted(folder.glob("step-*")):
         with suppress(ConfigError):
             record = read(path)
-            if is_whole(record):
+            if is_complete(record):
                 found.append((path, record))
     return found
 
 
-def is_whole(record: dict[str, Any]) -> bool:
+def is_complete(record: dict[str, Any]) -> bool:
     """Whether a `diagnosis.json` holds everything by which a resumed run recognizes an incident."""
-    known = all(isinstance(record.get(key), kind) for key, kind in KINDS.items())
+    known = all(isinstance(record.get(key), kind) for key, kind in KEY_TYPES.items())
     origin = record.get("origin")
-    return known and (origin is None or (isinstance(origin, dict) and origin.keys() >= PLACE))
+    return known and (origin is None or (isinstance(origin, dict) and origin.keys() >= ORIGIN_KEYS))
 
 
 def block(path: Path, record: dict[str, Any]) -> str:
@@ -74,27 +74,27 @@ def block(path: Path, record: dict[str, Any]) -> str:
     sure = record.get("confidence") or 0
     lines = [
         one_line(f"step {record.get('step')}: {record.get('cause')} ({sure:.0%} sure), {record.get('kind')}"),
-        named("what", record.get("verdict")),
-        named("fix", fixes[0]),
-        *(named("or", fix) for fix in fixes[1:3]),
+        block_line("what", record.get("verdict")),
+        block_line("fix", fixes[0]),
+        *(block_line("or", fix) for fix in fixes[1:3]),
     ]
     for one in record.get("also") or []:
-        lines.append(named("also", f"{one['cause']} ({one['confidence']:.0%} sure): {one['verdict']}"))
-        lines += [named("its fix", fix) for fix in one["fix"][:1]]
+        lines.append(block_line("also", f"{one['cause']} ({one['confidence']:.0%} sure): {one['verdict']}"))
+        lines += [block_line("its fix", fix) for fix in one["fix"][:1]]
     if samples := record.get("samples"):
         more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""
-        lines.append(named("samples", ", ".join(map(sample, samples[:3])) + more))
+        lines.append(block_line("samples", ", ".join(map(sample_name, samples[:3])) + more))
     if record.get("rank") is not None:
-        lines.append(named("rank", record["rank"]))
-    return "\n".join([*lines, named("folder", path)])
+        lines.append(block_line("rank", record["rank"]))
+    return "\n".join([*lines, block_line("folder", path)])
 
 
-def named(name: str, value: object) -> str:
+def block_line(name: str, value: object) -> str:
     """One line of a block."""
     return f"  {name:<{WIDTH}}{one_line(str(value))}"
 
 
-def sample(one: dict[str, Any]) -> str:
+def sample_name(one: dict[str, Any]) -> str:
     """Names a sample by its id and source."""
     name = f"id {one['id']}" if "id" in one else f"sample {one.get('index')} of the batch"
     return f"{name} ({one['source']})" if one.get("source") else name

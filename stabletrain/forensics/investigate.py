@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from stabletrain.forensics.agreement import NotInvestigated, in_one_line
+from stabletrain.forensics.agreement import NotInvestigated, one_line_of
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Damage, Evidence, RunSettings
-from stabletrain.forensics.probes.state import damaged, drift, overlong
+from stabletrain.forensics.probes.state import damaged, drift, update_length
 from stabletrain.forensics.replay import Outcome, same_bits
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import Origin, find_origin
@@ -20,13 +20,13 @@ from stabletrain.forensics.trace.recorder import OpRecord
 
 T = TypeVar("T")
 
-NEAR = 12
+MAX_TRACED_BACK = 12
 """Maximum number of operations traced back from the origin."""
 
-SUMS = ("var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "mean", "sum")
+REDUCTIONS = ("var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "mean", "sum")
 """Reductions: operations that compute one number from many."""
 
-CARRIERS = (
+ZERO_PRESERVING = (
     *("sqrt", "rsqrt", "reciprocal", "add", "sub", "mul", "div", "pow", "clamp", "clamp_min", "maximum", "clone"),
     *("expand", "view", "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "permute", "_to_copy", "detach"),
     *("alias", "slice", "select", "reshape", "copy"),
@@ -69,36 +69,24 @@ def investigate(
     """
     began = time.monotonic()
     assert subject.reading is not None
-    attempt = Attempts(subject.deadline)
+    # With sharded weights the ranks run the update together, so none may leave it out for its time limit.
+    attempt = Checks(math.inf if kind == "update" else subject.deadline)
     found = Evidence(kind, subject.reading, part=subject.part, setting=setting)
-    if kind == "state":  # the checksums have named the tensors, and what the step computed from them tells nothing
-        damage = [Damage(what, name, words) for what, name, words in subject.changes]
-        found = replace(found, damage=damage)
-        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
-    if kind == "recheck":  # two computations were compared, and a third: a replay would tell nothing more
+    if kind == "state":  # the checksums named the tensors; the step's own numbers come from these and show nothing more
+        found = replace(found, damage=[Damage(what, name, words) for what, name, words in subject.changes])
+    elif kind == "recheck":  # two computations were compared, and a third: a replay would show nothing more
         found = replace(found, recheck=subject.recheck)
-        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
-    if kind == "update":  # the forward and backward pass were finite: only the optimizer's step is run again
-        attempt = Attempts(math.inf)  # ranks with sharded weights run it together, so no rank may leave it out
+    elif kind == "update":  # the forward and backward pass were finite: only the optimizer's step is run again
         found = with_update(subject, found, attempt)
-        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
-    # Cheapest first: bad samples explain the incident without any replay.
-    samples = attempt("samples", lambda: subject.bad_samples(classes), [])
-    found = replace(found, samples=samples)
-    if not samples and kind == "loss_scale":
-        found = replace(found, underflow=attempt("small gradients", subject.underflow, None))
-    refuted = kind == "loss_scale" and (found.underflow is None or not found.underflow.real)
-    if not samples and not refuted:  # otherwise the cause is known or the alarm was false
-        older = attempt("older state", subject.older, None)
-        found = run_again(subject, found, optimizer, older, attempt)
-        found = measure_sizes(subject, found, optimizer, older, classes, attempt)
+    else:
+        found = with_step(subject, found, optimizer, classes, attempt)
     diagnosis = diagnose(found)
     if diagnosis.cause == "loss_scale_collapse":  # seen as non-finite gradients at first
         found = replace(found, kind="loss_scale")
     return Findings(found, diagnosis, time.monotonic() - began, attempt.failures)
 
 
-class Attempts:
+class Checks:
     """Runs checks until a deadline, and records those that fail instead of raising.
 
     Attributes:
@@ -119,11 +107,11 @@ class Attempts:
         except NotInvestigated:  # all ranks have agreed to stop here
             raise
         except Exception as error:  # a user's model may raise anything
-            self.failures.append(f"{what}: {in_one_line(error)}")
+            self.failures.append(f"{what}: {one_line_of(error)}")
             return otherwise
 
 
-def with_update(subject: Subject, found: Evidence, attempt: Attempts) -> Evidence:
+def with_update(subject: Subject, found: Evidence, attempt: Checks) -> Evidence:
     """Adds the evidence from running the optimizer's step again."""
     if not subject.can_update:
         attempt.failures.append("the optimizer's step: it cannot be run again")
@@ -134,23 +122,40 @@ def with_update(subject: Subject, found: Evidence, attempt: Attempts) -> Evidenc
     return replace(found, update=fault, update_ran=ran, origin=None if fault is None else fault.origin)
 
 
-def run_again(
-    subject: Subject, found: Evidence, optimizer: Optimizer | None, older: Mapping[str, Any] | None, attempt: Attempts
+def with_step(
+    subject: Subject, found: Evidence, optimizer: Optimizer | None, classes: int | None, attempt: Checks
+) -> Evidence:
+    """Adds the evidence from the batch, and from running the step again, cheapest first."""
+    # Bad samples explain the incident without any replay. So does the check of an alarm that proves to be false.
+    found = replace(found, samples=attempt("samples", lambda: subject.bad_samples(classes), []))
+    if found.samples:
+        return found
+    if found.kind == "loss_scale":
+        found = replace(found, underflow=attempt("small gradients", subject.underflow, None))
+        if found.underflow is None or not found.underflow.real:
+            return found
+    older = attempt("older state", subject.older, None)
+    found = with_replays(subject, found, optimizer, older, attempt)
+    return with_sizes(subject, found, optimizer, older, classes, attempt)
+
+
+def with_replays(
+    subject: Subject, found: Evidence, optimizer: Optimizer | None, older: Mapping[str, Any] | None, attempt: Checks
 ) -> Evidence:
     """Adds the evidence from replays: corrupt state, the operation to blame, culprit samples."""
     damage = attempt("state before the step", lambda: damaged(subject.model, subject.buffers, optimizer, older), [])
-    origin, makers = (None, [])
+    origin, divisor_ops = (None, [])
     if found.kind == "nonfinite":
-        origin, makers = attempt("trace of the operations", lambda: origin_of(subject), (None, []))
+        origin, divisor_ops = attempt("trace of the operations", lambda: origin_of(subject), (None, []))
     outcomes = {variant: subject.replay(variant) for variant in subject.variants}
     if origin is not None and origin.dtype == "float16" and outcomes["fp32"].finite is False:
-        deeper, made_of = attempt("trace of the operations in fp32", lambda: origin_of(subject, "fp32"), (None, []))
+        deeper, deeper_ops = attempt("trace of the operations in fp32", lambda: origin_of(subject, "fp32"), (None, []))
         if deeper is not None and deeper.dtype != "float16":  # it fails in every format; fp16 only failed first
-            origin, makers = deeper, made_of
-    found = replace(found, damage=damage, origin=origin, makers=makers, outcomes=outcomes)
+            origin, divisor_ops = deeper, deeper_ops
+    found = replace(found, damage=damage, origin=origin, divisor_ops=divisor_ops, outcomes=outcomes)
     # Two equal replays that differ from the step point to the hardware; two different ones, to nondeterminism.
     if outcomes["same"].bitwise_equal_to_reading is False:
-        found = replace(found, repeats=attempt("second replay", lambda: repeats(subject, outcomes["same"]), None))
+        found = replace(found, repeats=attempt("second replay", lambda: replays_agree(subject, outcomes["same"]), None))
     if older:
         way = attempt("change of the weights", lambda: drift(subject.model, optimizer, older, subject.step), None)
         found = replace(found, drift=way)
@@ -159,20 +164,20 @@ def run_again(
     return found
 
 
-def measure_sizes(
+def with_sizes(
     subject: Subject,
     found: Evidence,
     optimizer: Optimizer | None,
     older: Mapping[str, Any] | None,
     classes: int | None,
-    attempt: Attempts,
+    attempt: Checks,
 ) -> Evidence:
     """Adds the sizes of activations, logits, inputs and moments, on this state and on an older one."""
     sizes = attempt("activations and logits", lambda: subject.sizes(None, classes), {})
     before = attempt("activations on the older state", lambda: subject.sizes(older, classes), {}) if older else {}
     found = replace(found, largest_input=attempt("largest input", subject.largest_input, None))
     if optimizer is not None:
-        found = replace(found, overlong=attempt("optimizer moments", lambda: overlong(optimizer), math.nan))
+        found = replace(found, update_length=attempt("optimizer moments", lambda: update_length(optimizer), math.nan))
     if sizes.get("monitors/fp8") and found.kind in ("spike", "nonfinite"):
         found = replace(found, fp8=attempt("casts to fp8", subject.fp8_casts, None))
     stale = math.nan
@@ -193,24 +198,24 @@ def origin_of(subject: Subject, variant: str = "same") -> tuple[Origin | None, l
 def divisor_history(records: Sequence[OpRecord], index: int) -> list[str]:
     """Names the operations that computed a record's last input: the divisor, or the argument of the root.
 
-    Goes backwards through the elementwise and shape operations in `CARRIERS`. Stops at the first reduction, and
+    Goes backwards through the elementwise and shape operations in `ZERO_PRESERVING`. Stops at the first reduction, and
     includes the operation before that. For sqrt(mean(x^2)) the result is sqrt, mean and pow.
     """
     found: list[str] = []
     waiting = [writer for writer in records[index].writers[-1:] if writer is not None]
-    while waiting and len(found) < NEAR:
+    while waiting and len(found) < MAX_TRACED_BACK:
         record = records[waiting.pop(0)]
         name = record.op.removeprefix("aten.").rstrip("_")
         found.append(record.op)
-        if name in SUMS:
+        if name in REDUCTIONS:
             found += [records[writer].op for writer in record.writers[:1] if writer is not None]
             break
-        if name in CARRIERS:
+        if name in ZERO_PRESERVING:
             waiting += [writer for writer in record.writers if writer is not None and writer < index]
     return found
 
 
-def repeats(subject: Subject, first: Outcome) -> bool | None:
+def replays_agree(subject: Subject, first: Outcome) -> bool | None:
     """Whether a second replay gives the same bits as the first; None if either did not run."""
     second = subject.replay("same")
     if first.loss is None or first.grad_norm is None or second.loss is None or second.grad_norm is None:

@@ -1,6 +1,6 @@
 """Replays one step on a copy of the model, unchanged or with one thing changed.
 
-| variant | what is changed | what the result tells |
+| variant | what is changed | what the result shows |
 |---|---|---|
 | same | nothing | not bitwise equal: a hardware fault, or a nondeterministic operation |
 | fp32 | no autocast, no loss scale, no TF32, parameters in fp32 | finite: range or precision of a format is to blame |
@@ -66,7 +66,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Take:
+class ReplayInputs:
     """The model, batches and tools that a variant runs."""
 
     model: nn.Module
@@ -78,48 +78,48 @@ class NotPossible(StabletrainError):
     """Raised if something is missing that the variant needs."""
 
 
-def same(repro: Repro) -> Take:
+def same(repro: Repro) -> ReplayInputs:
     """The step unchanged."""
-    return on(repro.copy_model(), repro)
+    return unchanged_on(repro.copy_model(), repro)
 
 
-def on(model: nn.Module, repro: Repro) -> Take:
+def unchanged_on(model: nn.Module, repro: Repro) -> ReplayInputs:
     """The step unchanged, on a copy of the model."""
-    return Take(model, repro.to_micro_batches(repro.batch), repro.replay_tools())
+    return ReplayInputs(model, repro.to_micro_batches(repro.batch), repro.replay_tools())
 
 
-def fp32(repro: Repro) -> Take:
+def fp32(repro: Repro) -> ReplayInputs:
     """The step in true fp32. Run it inside `ieee_kernels`."""
     model = repro.copy_model()
-    widen_(model)
+    to_fp32_(model)
     tools = replace(repro.replay_tools(), precision=Unscaled("fp32", repro.device, torch.float32))
-    return Take(model, repro.to_micro_batches(repro.batch), tools)
+    return ReplayInputs(model, repro.to_micro_batches(repro.batch), tools)
 
 
-def fresh_batch(repro: Repro) -> Take:
+def fresh_batch(repro: Repro) -> ReplayInputs:
     """Another batch on the same state."""
     if repro.fresh is None:
         raise NotPossible("there is no other batch")
-    return Take(repro.copy_model(), repro.to_micro_batches(repro.fresh()), repro.replay_tools())
+    return ReplayInputs(repro.copy_model(), repro.to_micro_batches(repro.fresh()), repro.replay_tools())
 
 
-def older_state(repro: Repro) -> Take:
+def older_state(repro: Repro) -> ReplayInputs:
     """The same batch on an older state."""
     tree = None if repro.older is None else repro.older()
     if tree is None:
         raise NotPossible("there is no older state")
     model = repro.copy_model()
     model.load_state_dict(tree["model"])
-    return Take(model, repro.to_micro_batches(repro.batch), repro.replay_tools())
+    return ReplayInputs(model, repro.to_micro_batches(repro.batch), repro.replay_tools())
 
 
-VARIANTS: dict[str, Callable[[Repro], Take]] = {
+VARIANTS: dict[str, Callable[[Repro], ReplayInputs]] = {
     "same": same,
     "fp32": fp32,
     "fresh_batch": fresh_batch,
     "older_state": older_state,
 }
-"""The variants by name, in the order in which they run until the deadline; but see `in_order`."""
+"""The variants by name, in the order in which they run until the deadline; but see `ordered_variants`."""
 
 
 class CompiledCopy:
@@ -149,7 +149,7 @@ def runs_compiled(repro: Repro, variant: str) -> bool:
     return variant == "same" and repro.compiled_for is not None and repro.comparable
 
 
-def in_order(repro: Repro) -> list[str]:
+def ordered_variants(repro: Repro) -> list[str]:
     """Returns the variants in the order in which they run: a compiled one last, because it takes longest."""
     return sorted(VARIANTS, key=lambda variant: runs_compiled(repro, variant))
 
@@ -168,16 +168,16 @@ def replay(repro: Repro, variant: str, compiled_copy: CompiledCopy | None = None
     """Replays the step as one of `VARIANTS`; never raises because of the model.
 
     Args:
-        compiled_copy: what a compiled replay runs on; None for a copy of its own.
+        compiled_copy: the model of a compiled replay; None for a new copy.
     """
     make, began = VARIANTS[variant], time.monotonic()
     if began >= repro.deadline:
         return Outcome(not_run="the time limit was reached")
     compiled = runs_compiled(repro, variant)
     try:
-        take = on((compiled_copy or CompiledCopy()).of(repro), repro) if compiled else make(repro)
+        take = unchanged_on((compiled_copy or CompiledCopy()).of(repro), repro) if compiled else make(repro)
         with in_true_fp32(variant):
-            loss, norm, zeros = perform(take.model, take.batches, take.tools, repro.step)
+            loss, norm, zeros = forward_backward(take.model, take.batches, take.tools, repro.step)
     except NotPossible as error:
         return Outcome(not_run=str(error))
     except Exception as error:  # a user's model may raise anything, and an investigation must not end the run
@@ -202,14 +202,14 @@ def compare(loss: float, norm: float, reading: Reading | None, part: RankPart | 
         comparable: whether the bits must be equal.
     """
     if part is not None:
-        agrees = near(loss, part.loss) and (part.grad_norm is None or near(norm, part.grad_norm))
+        agrees = nearly_equal(loss, part.loss) and (part.grad_norm is None or nearly_equal(norm, part.grad_norm))
         return None if agrees else False
     if reading is None or not comparable:
         return None
     return same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm)
 
 
-def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:
+def forward_backward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:
     """Runs forward and backward of step number `step` on a copy of the model.
 
     Returns:
@@ -227,14 +227,14 @@ def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> 
 
 
 @torch.no_grad()
-def widen_(model: nn.Module) -> None:
+def to_fp32_(model: nn.Module) -> None:
     """Converts every fp16 and bf16 parameter and buffer to fp32, in place."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.float()
 
 
-def near(a: float, b: float) -> bool:
+def nearly_equal(a: float, b: float) -> bool:
     """Whether two numbers differ by rounding only; all non-finite numbers count as equal."""
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.isfinite(a) == math.isfinite(b)

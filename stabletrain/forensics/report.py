@@ -11,17 +11,17 @@ from typing import Any
 
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
 from stabletrain.forensics.diagnosis.evidence import Evidence
-from stabletrain.forensics.diagnosis.sentences import numbers
+from stabletrain.forensics.diagnosis.sentences import loss_and_norm
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.trace.origin import Link, Origin
 from stabletrain.printable import one_line
 from stabletrain.records import RankPart
 from stabletrain.tracking.metrics import plain
 
-BAR = 30
+BAR_WIDTH = 30
 """Longest bar in the chart of magnitudes, in columns."""
 
-RUNS = {
+REPLAY_TITLES = {
     "same": "unchanged",
     "fp32": "in fp32",
     "fresh_batch": "another batch, same weights",
@@ -29,23 +29,23 @@ RUNS = {
 }
 """The replays in words."""
 
-TRIED = ("model", "precision", "zloss", "qknorm", "softcap")
+ONE_STEP_GROUPS = ("model", "precision", "zloss", "qknorm", "softcap")
 """Config groups whose effect one replayed step can show."""
 
-SLOW = "precision.growth_interval="
+SLOW_OVERRIDE = "precision.growth_interval="
 """An override of these groups whose effect takes many steps to show."""
 
 
-def words(text: str) -> str:
+def markdown(text: str) -> str:
     """Escapes text for Markdown, in one line: a file's name or a module's may hold HTML, links or a heading.
 
     Code between single backticks stays as it is.
     """
     pieces = re.split(r"((?<!`)`[^`]+`(?!`))", one_line(text))
-    return "".join(piece if number % 2 else escaped(piece) for number, piece in enumerate(pieces))
+    return "".join(piece if number % 2 else escape(piece) for number, piece in enumerate(pieces))
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Escapes text without code: HTML, and what makes links and code."""
     return re.sub(r"[\\`|]|\](?=[(\[:]|$)", r"\\\g<0>", html.escape(text, quote=False))
 
@@ -65,26 +65,27 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
         [
             f"# Step {record['step']}: {CAUSES[cause].title}",
             "",
-            f"**{words(sentence(record['verdict']))}**",
+            f"**{markdown(full_sentence(record['verdict']))}**",
             "",
-            f"`{cause}`, {record['confidence']:.0%} sure. The step measured {numbers(reading.loss, reading.grad_norm)}"
-            f"{'' if evidence.part is None else ' over all ranks'}. {what_became(evidence)}",
-            *section("Fix", [*numbered(record["fix"]), *trying(record["fix"], name)]),
-            *section("What contributed", contributing(record["also"])),
-            *section("Where it began", where(evidence.origin)),
-            *section("Gradients lost to underflow", lost(evidence)),
-            *section("Magnitudes leading up to it", chain(evidence.origin)),
-            *section("Samples", [f"- {words(json.dumps(plain(sample)))}" for sample in samples]),
-            *section("Replays of the step", runs(evidence)),
-            *section("More evidence", [f"- {words(line)}" for line in lines]),
-            *section("What could not be checked", [f"- {words(line)}" for line in found.failures]),
-            *section("Replay it yourself", again(record, name)),
+            f"`{cause}`, {record['confidence']:.0%} sure. The step measured "
+            f"{loss_and_norm(reading.loss, reading.grad_norm)}{'' if evidence.part is None else ' over all ranks'}. "
+            f"{update_result(evidence)}",
+            *section("Fix", [*numbered_fixes(record["fix"]), *command_to_try_fix(record["fix"], name)]),
+            *section("What contributed", contributing_causes(record["also"])),
+            *section("Where it began", origin_table(evidence.origin)),
+            *section("Gradients lost to underflow", underflow_table(evidence)),
+            *section("Magnitudes leading up to it", magnitude_chart(evidence.origin)),
+            *section("Samples", [f"- {markdown(json.dumps(plain(sample)))}" for sample in samples]),
+            *section("Replays of the step", replay_table(evidence)),
+            *section("More evidence", [f"- {markdown(line)}" for line in lines]),
+            *section("What could not be checked", [f"- {markdown(line)}" for line in found.failures]),
+            *section("Replay it yourself", replay_command(record, name)),
             "",
         ]
     )
 
 
-def what_became(evidence: Evidence) -> str:
+def update_result(evidence: Evidence) -> str:
     """Says whether the step's update was applied."""
     if evidence.kind == "state":
         return "Its update was withheld. The numbers were computed from the changed state, and tell nothing of the run."
@@ -105,23 +106,23 @@ def section(title: str, lines: Sequence[str]) -> list[str]:
     return ["", f"## {title}", "", *lines] if lines else []
 
 
-def sentence(words: str) -> str:
-    """Capitalises `words` and adds a full stop; a leading identifier keeps its case."""
+def full_sentence(words: str) -> str:
+    """Capitalises `markdown` and adds a full stop; a leading identifier keeps its case."""
     first = words.partition(" ")[0]
     return (words if "." in first or "_" in first else words[:1].upper() + words[1:]).rstrip(".") + "."
 
 
-def numbered(fixes: Sequence[str]) -> list[str]:
+def numbered_fixes(fixes: Sequence[str]) -> list[str]:
     """The fixes as a numbered list, best first."""
-    return [f"{number}. {code(fix) if is_override(fix) else words(fix)}" for number, fix in enumerate(fixes, 1)]
+    return [f"{number}. {code(fix) if is_override(fix) else markdown(fix)}" for number, fix in enumerate(fixes, 1)]
 
 
-def contributing(also: Sequence[Mapping[str, Any]]) -> list[str]:
+def contributing_causes(also: Sequence[Mapping[str, Any]]) -> list[str]:
     """The contributing causes, each with its fixes, best first."""
     lines = []
     for one in also:
-        lines.append(f"- `{one['cause']}`, {one['confidence']:.0%} sure: {words(one['verdict'])}.")
-        lines += [f"   {fix}" for fix in numbered(one["fix"])]
+        lines.append(f"- `{one['cause']}`, {one['confidence']:.0%} sure: {markdown(one['verdict'])}.")
+        lines += [f"   {fix}" for fix in numbered_fixes(one["fix"])]
     return lines
 
 
@@ -130,23 +131,23 @@ def is_override(fix: str) -> bool:
     return "=" in fix and " " not in fix
 
 
-def trying(fixes: Sequence[str], name: str) -> list[str]:
+def command_to_try_fix(fixes: Sequence[str], name: str) -> list[str]:
     """The command that tries the best fix whose effect one step can show."""
-    able = [fix for fix in fixes if is_override(fix) and fix.partition("=")[0].partition(".")[0] in TRIED]
-    able = [fix for fix in able if not fix.startswith(SLOW)]
+    able = [fix for fix in fixes if is_override(fix) and fix.partition("=")[0].partition(".")[0] in ONE_STEP_GROUPS]
+    able = [fix for fix in able if not fix.startswith(SLOW_OVERRIDE)]
     if not able:
         return []
     typed = one_line(able[0].replace("'", "'\"'\"'"))
     return ["", "To try it on this step:", "", f"    stabletrain replay {name} '{typed}'"]
 
 
-def again(record: Mapping[str, Any], name: str) -> list[str]:
+def replay_command(record: Mapping[str, Any], name: str) -> list[str]:
     """The command that replays the step, or why there is none."""
     reason = record.get("not_replayable")
-    return [f"Not possible: {words(reason)}."] if reason else [f"    stabletrain replay {name}"]
+    return [f"Not possible: {markdown(reason)}."] if reason else [f"    stabletrain replay {name}"]
 
 
-def where(origin: Origin | None) -> list[str]:
+def origin_table(origin: Origin | None) -> list[str]:
     """The operation to blame, with its inputs and outputs."""
     if origin is None:
         return []
@@ -155,7 +156,7 @@ def where(origin: Origin | None) -> list[str]:
         f"{origin.dtype}, at {code(origin.source or 'an unknown line')}"
         f"{f', called from {code(origin.called_from)}' if origin.called_from else ''}:",
         "",
-        f"> {words(origin.reason)}",
+        f"> {markdown(origin.reason)}",
         "",
         "| | dtype | shape | largest | |",
         "|---|---|---|---|---|",
@@ -168,7 +169,7 @@ def where(origin: Origin | None) -> list[str]:
     return lines
 
 
-def lost(evidence: Evidence) -> list[str]:
+def underflow_table(evidence: Evidence) -> list[str]:
     """A table of the parameters whose gradients underflow in fp16 or fp8, worst first."""
     small = evidence.underflow
     if small is None or not small.worst:
@@ -180,17 +181,17 @@ def lost(evidence: Evidence) -> list[str]:
     return [*lines, f"| the whole model | | {small.zeros:.1%} | {small.in_fp32:.1%} |"]
 
 
-def runs(evidence: Evidence) -> list[str]:
+def replay_table(evidence: Evidence) -> list[str]:
     """The table of replays."""
     if not evidence.outcomes:
         return []
     lines = ["| | finite | loss | gradient norm | |", "|---|---|---|---|---|"]
     if evidence.part is not None:
-        lines.append(of_step(evidence.part))
+        lines.append(own_part_row(evidence.part))
     for name, outcome in evidence.outcomes.items():
-        title = RUNS.get(name, name)
+        title = REPLAY_TITLES.get(name, name)
         if outcome.not_run or outcome.loss is None or outcome.grad_norm is None:
-            lines.append(f"| {title} | | | | not run: {words(outcome.not_run)} |")
+            lines.append(f"| {title} | | | | not run: {markdown(outcome.not_run)} |")
             continue
         differs = "not bitwise equal to the step" if evidence.part is None else "differs from the step"
         bits = {True: "bitwise equal to the step", False: differs, None: ""}
@@ -202,7 +203,7 @@ def runs(evidence: Evidence) -> list[str]:
     return lines
 
 
-def of_step(part: RankPart) -> str:
+def own_part_row(part: RankPart) -> str:
     """The row with the numbers of the rank's own part in the step, which the replays repeat."""
     known = [part.loss] if part.grad_norm is None else [part.loss, part.grad_norm]
     finite = "yes" if all(map(math.isfinite, known)) else "**no**"
@@ -210,7 +211,7 @@ def of_step(part: RankPart) -> str:
     return f"| the step, rank {part.rank}'s part | {finite} | {part.loss:.6g} | {norm} | |"
 
 
-def chain(origin: Origin | None) -> list[str]:
+def magnitude_chart(origin: Origin | None) -> list[str]:
     """The chart of the magnitudes that lead to the origin."""
     if origin is None or not origin.chain:
         return []
@@ -218,12 +219,12 @@ def chain(origin: Origin | None) -> list[str]:
         "Each bar is one part of the model, in order of computation, on a log scale.",
         "",
         "```",
-        *picture(origin.chain),
+        *bars(origin.chain),
         "```",
     ]
 
 
-def picture(links: Sequence[Link]) -> list[str]:
+def bars(links: Sequence[Link]) -> list[str]:
     """Magnitudes as bars on a logarithmic scale; `!` marks non-finite values."""
     sizes = [math.log10(link.absmax) if 0 < link.absmax < math.inf else None for link in links]
     known = [size for size in sizes if size is not None] or [0.0]
@@ -233,9 +234,9 @@ def picture(links: Sequence[Link]) -> list[str]:
     lines = []
     for link, size in zip(links, sizes, strict=True):
         if size is None:
-            bar = "" if link.absmax == 0 else "!" * BAR
+            bar = "" if link.absmax == 0 else "!" * BAR_WIDTH
         else:
-            bar = "#" * max(1, round(BAR * (size - low) / (high - low)))
+            bar = "#" * max(1, round(BAR_WIDTH * (size - low) / (high - low)))
         module = one_line(link.module).replace("`", " ")
         lines.append(f"{module:<{wide}}  {link.direction:<8}  {link.absmax:>8.3g}  {bar}".rstrip())
     return lines

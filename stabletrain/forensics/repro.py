@@ -5,7 +5,7 @@ buffers differ, because the next step's forward pass has already run; `step.comp
 repro holds them. Nothing in a repro is ever modified: a replay runs on `copy_model()`, which has its own weights,
 buffers, gradients and attributes, and is not compiled.
 
-On disk a repro is `scene.json`, `batch.safetensors` and `state.safetensors`, without pickle. A model that is built from
+On disk a repro is `step.json`, `batch.safetensors` and `state.safetensors`, without pickle. A model that is built from
 the run's configuration and loaded from these files computes the same bits.
 """
 
@@ -30,12 +30,12 @@ from stabletrain.errors import ConfigError
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.user_code import hashes
 from stabletrain.machine.compiling import compiled_shape
+from stabletrain.machine.untouched import CONTAINERS
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Precision, Tools
 from stabletrain.records import Batch, RankPart, Reading, saved_reading
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.guard.recheck import Finding
-from stabletrain.stability.guard.repeats import CONTAINERS
 from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
 
@@ -50,15 +50,15 @@ class Repro:
         step: number of the step, counted from 0; seeds its randomness.
         batch: the whole batch of the step, on the host.
         micro_batches: number of micro-batches of the step.
-        tools: what acted in the step. Their loss scale has changed since; see `loss_scale`.
+        tools: the tools of the step. Their loss scale has changed since; see `loss_scale`.
         loss_scale: the step's.
         device: of the model.
         reading: the step's; None if unknown. On several ranks it covers all of them.
-        part: what this rank measured of its own part of the step, which its replays repeat; None in a single process.
+        part: this rank's own part of the step, as it measured it; its replays repeat this part. None in one process.
         compiled: whether the user's own code compiled the model, so that a copy computes other bits.
         compiled_for: input shape that the model was compiled for (`machine/compiling.py`); None if it was not compiled.
         changes: tensors of this rank's state that changed between two updates: what, name, and words.
-        recheck: what came out differently when it was computed a second time; None for any other kind of incident.
+        recheck: the computation that gave another result the second time; None for any other kind of incident.
         update: runs the step again under `trace_update`, and puts everything back; None for any other kind of
             incident. The update was then undone, so `applied` is false.
         applied: whether the update was applied. The weights are then those after the step, and a replay does not repeat
@@ -105,7 +105,7 @@ class Repro:
 
     def replay_tools(self) -> Tools:
         """The tools for one process, with a copy of the precision at the step's loss scale."""
-        precision = at_scale(self.tools.precision, self.loss_scale)
+        precision = with_loss_scale(self.tools.precision, self.loss_scale)
         return replace(self.tools, precision=precision, parallel=SingleProcess(), guard=NoGuard())
 
     def to_micro_batches(self, batch: Batch) -> list[Batch]:
@@ -138,7 +138,7 @@ def copy_of_model(model: nn.Module) -> nn.Module:
     try:
         model_copy = copy.deepcopy(model, dict(graphs))
     except Exception:  # an attribute that cannot be copied may raise anything
-        model_copy = copy.deepcopy(model, shared(model, graphs) | graphs)
+        model_copy = copy.deepcopy(model, uncopyable_attributes(model, graphs) | graphs)
     for mine, live in zip(model_copy.parameters(), model.parameters(), strict=True):
         mine.grad = None
         for hook in (live._backward_hooks or {}).values():
@@ -148,7 +148,7 @@ def copy_of_model(model: nn.Module) -> nn.Module:
     return model_copy
 
 
-def shared(model: nn.Module, copied: Mapping[int, Any]) -> dict[int, Any]:
+def uncopyable_attributes(model: nn.Module, copied: Mapping[int, Any]) -> dict[int, Any]:
     """The attributes of a model's modules that cannot be copied, by `id`."""
     found: dict[int, Any] = {}
     for module in model.modules():
@@ -168,7 +168,7 @@ def is_compiled(module: nn.Module) -> bool:
     return (code is not None and compiled_shape(module) is None) or hasattr(module, "_orig_mod")
 
 
-def at_scale(precision: Precision, loss_scale: float) -> Precision:
+def with_loss_scale(precision: Precision, loss_scale: float) -> Precision:
     """A copy of a precision at a given loss scale; without a loss scale, an unchanged copy."""
     then = copy.copy(precision)
     if isinstance(then, Stateful) and is_scaled(precision):
@@ -181,14 +181,14 @@ def is_scaled(precision: Precision) -> bool:
     return isinstance(precision, Stateful) and "scale" in precision.state_dict()
 
 
-class Begun(TypedDict):
-    """What every `scene.json` has."""
+class FormatAndStep(TypedDict):
+    """The keys that every `step.json` has."""
 
     format: int
     step: Count
 
 
-class Closure(TypedDict):
+class ClosureRecord(TypedDict):
     """How another process imports a closure of a user's loop, and finds its model."""
 
     module: str
@@ -199,8 +199,8 @@ class Closure(TypedDict):
     sha256: str | None
 
 
-class Code(TypedDict):
-    """A source file of the user's, as the run imported it."""
+class SourceFile(TypedDict):
+    """One of the user's source files, as the run imported it."""
 
     file: str
     sha256: str | None
@@ -213,8 +213,8 @@ class Metadata(TypedDict, total=False):
     choices: dict[str, str | None]
 
 
-class Scene(Begun, total=False):
-    """The content of `scene.json`: a step of a run, or one of a user's loop, which has `closures`.
+class SavedStep(FormatAndStep, total=False):
+    """The content of `step.json`: a step of a run, or one of a user's loop, which has `closures`.
 
     Beside these keys it has, for each file of tensors, their tree under the file's name and its SHA-256.
     """
@@ -227,25 +227,25 @@ class Scene(Begun, total=False):
     compiled: bool
     compiled_for: list[Count] | None
     applied: bool
-    code: dict[str, Code] | None
+    code: dict[str, SourceFile] | None
     threads: Count | None
     order: dict[str, list[Count]]
     sources: list[str] | None
     about: Metadata
-    closures: list[Closure]
+    closures: list[ClosureRecord]
     precision: str
     comparable: bool
     device: str
 
 
 FORMAT = 1
-SCENE, BATCH, STATE = "scene.json", "batch.safetensors", "state.safetensors"
+STEP, BATCH, STATE = "step.json", "batch.safetensors", "state.safetensors"
 
 
 def save_repro(folder: Path, repro: Repro) -> None:
     """Writes a repro, without `older` and `fresh`, into `folder`, which is created if necessary.
 
-    `scene.json` is written last: a folder without it is incomplete.
+    `step.json` is written last: a folder without it is incomplete.
 
     Raises:
         OSError: the disk is full or gone.
@@ -258,7 +258,7 @@ def save_repro(folder: Path, repro: Repro) -> None:
         "buffers": dict(zip(names, repro.buffers, strict=True)),
     }
     kept = {"inputs": batch.inputs, "targets": batch.targets, "ids": batch.ids}
-    order = {name: by_stride(tensor) for name, tensor in kept.items() if tensor is not None}
+    order = {name: dims_by_stride(tensor) for name, tensor in kept.items() if tensor is not None}
     # Keep the memory layout: the choice of kernel, and so the bits, depends on it.
     laid_out = {name: tensor.permute(order[name]) for name, tensor in kept.items() if tensor is not None}
     about = {
@@ -280,12 +280,12 @@ def save_repro(folder: Path, repro: Repro) -> None:
     }
     skeleton = flatten(about)[1]
     folder.mkdir(parents=True, exist_ok=True)
-    # Remove an older `scene.json` first: it does not describe the new tensors.
-    (folder / SCENE).unlink(missing_ok=True)
+    # Remove an older `step.json` first: it does not describe the new tensors.
+    (folder / STEP).unlink(missing_ok=True)
     for file, tree in ((BATCH, laid_out), (STATE, state)):
         tensors, skeleton[file] = flatten(to_host(tree))
         skeleton[f"{file} sha256"] = write(folder / file, tensors)
-    (folder / SCENE).write_text(json.dumps(skeleton, allow_nan=False))
+    (folder / STEP).write_text(json.dumps(skeleton, allow_nan=False))
 
 
 def save_batch(folder: Path, batch: Batch) -> None:
@@ -308,24 +308,24 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def by_stride(tensor: Tensor) -> list[int]:
+def dims_by_stride(tensor: Tensor) -> list[int]:
     """The dimensions of a tensor in memory order, outermost first."""
     return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
 
 
 def read(folder: Path) -> Tree:
-    """Reads `scene.json`.
+    """Reads `step.json`.
 
     Raises:
         ConfigError: the file is missing, unreadable or of another format version.
     """
     which = "replay an incident that this version of stabletrain recorded"
     try:
-        found = read_record(folder / SCENE, Scene)
+        found = read_record(folder / STEP, SavedStep)
     except DamagedFile as error:
         raise ConfigError(f"{error}: {which}") from error
     if found["format"] != FORMAT:
-        raise ConfigError(f"{folder / SCENE} is of format {found['format']}; this version reads {FORMAT}: {which}")
+        raise ConfigError(f"{folder / STEP} is of format {found['format']}; this version reads {FORMAT}: {which}")
     return found
 
 
@@ -354,10 +354,10 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     put_(buffers, state["buffers"], folder, strict)
     try:
-        laid_out = {name: kept[name].permute(inverse(order)) for name, order in found["order"].items()}
+        laid_out = {name: kept[name].permute(inverse_permutation(order)) for name, order in found["order"].items()}
         batch = Batch(laid_out["inputs"], laid_out["targets"], laid_out.get("ids"), found["sources"])
         reading, part, loss_scale = unflatten([found["reading"], found.get("part"), found["loss_scale"]], {})
-        reading = None if reading is None else reading_of(reading)
+        reading = None if reading is None else checked_reading(reading)
         part = None if part is None else RankPart(**part)
         rest = [found[key] for key in ("scaled", "micro_batches", "compiled", "about")]
         if not isinstance(loss_scale, int | float):
@@ -365,7 +365,7 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
         if not 1 <= rest[1] <= max(len(batch), 1) or len(batch) % rest[1]:
             raise ValueError(f"{rest[1]} micro-batches of a batch of {len(batch)} samples")
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DamagedFile(f"{folder / SCENE} is damaged ({type(error).__name__}: {error})") from error
+        raise DamagedFile(f"{folder / STEP} is damaged ({type(error).__name__}: {error})") from error
     if not (found["scaled"] and is_scaled(tools.precision)):  # a fix changes the precision
         loss_scale = float(tools.precision.loss_scale())
     return Repro(
@@ -386,7 +386,7 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     )
 
 
-def reading_of(saved: Mapping[str, Any]) -> Reading:
+def checked_reading(saved: Mapping[str, Any]) -> Reading:
     """Returns the reading that an incident holds.
 
     Raises:
@@ -419,7 +419,7 @@ def tensors_of(folder: Path, file: str, found: Tree) -> Tree:
         reason = "a value that is no tensor"
     except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
         reason = f"{type(error).__name__}: {error}"
-    raise DamagedFile(f"{folder / SCENE} is damaged: it does not fit {file} ({reason})")
+    raise DamagedFile(f"{folder / STEP} is damaged: it does not fit {file} ({reason})")
 
 
 @torch.no_grad()
@@ -440,6 +440,6 @@ def put_(live: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path, 
         live[name].copy_(value)
 
 
-def inverse(order: Sequence[int]) -> list[int]:
+def inverse_permutation(order: Sequence[int]) -> list[int]:
     """The inverse permutation."""
     return sorted(range(len(order)), key=lambda place: order[place])

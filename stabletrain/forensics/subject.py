@@ -1,13 +1,13 @@
-"""The step under investigation, as the investigation sees it: what is known of it, and how to run it again.
+"""The step under investigation: the known facts about it, and ways to run it again.
 
 There are two kinds. `StepSubject` is a step of this project's trainer; it runs again on a copy of the model. A step of
 a user's own loop (`guarded/subject.py`) runs again by calling the user's closure on the live model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,11 +16,19 @@ from stabletrain.checkpoint.tree import Tree
 from stabletrain.forensics.diagnosis.evidence import LargestInput
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
-from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_culprits, named
+from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_culprits, identity_of
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow, underflow
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import VARIANTS, CompiledCopy, Outcome, in_order, in_true_fp32, perform, replay
+from stabletrain.forensics.replay import (
+    VARIANTS,
+    CompiledCopy,
+    Outcome,
+    forward_backward,
+    in_true_fp32,
+    ordered_variants,
+    replay,
+)
 from stabletrain.forensics.repro import Repro, save_batch, save_repro
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.monitors.probe import Probe
@@ -33,8 +41,7 @@ ONLY_THE_UPDATE = (
 """Why a step with a non-finite update cannot be replayed."""
 
 
-@runtime_checkable
-class Subject(Protocol):
+class Subject:
     """A step under investigation. Its methods may raise anything that the user's code raises.
 
     Attributes:
@@ -42,101 +49,93 @@ class Subject(Protocol):
         buffers: the buffers' values from before the step, in the order of `model.buffers()`.
         step: number of the step, counted from 0.
         reading: the step's; None if unknown.
-        part: what this rank measured of its own part of the step; None in a single process.
-        changes: see `Repro`.
-        recheck: see `Repro`.
+        part: this rank's own part of the step, as it measured it; None in a single process.
+        changes, recheck, update: see `Repro`.
         deadline: in `time.monotonic()` seconds; nothing new begins after it.
     """
 
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def buffers(self) -> Sequence[Tensor]: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def reading(self) -> Reading | None: ...
-    @property
-    def part(self) -> RankPart | None: ...
-    @property
-    def changes(self) -> Sequence[tuple[str, str, str]]: ...
-    @property
-    def recheck(self) -> Finding | None: ...
-    @property
-    def deadline(self) -> float: ...
+    model: nn.Module
+    buffers: Sequence[Tensor]
+    step: int
+    reading: Reading | None
+    part: RankPart | None
+    changes: Sequence[tuple[str, str, str]]
+    recheck: Finding | None
+    update: Callable[[], UpdateFault | None] | None
+    deadline: float
 
     @property
     def variants(self) -> Sequence[str]:
         """`VARIANTS`, in the order in which they are to be replayed."""
-        ...
+        return [*VARIANTS]
 
     def older(self) -> Tree | None:
         """Returns a captured state (`checkpoint/capture.py`) from before the step; None if there is none."""
-        ...
+        raise NotImplementedError
 
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """Returns the samples with values that no model can learn from; see `probes/samples.py`."""
-        ...
+        raise NotImplementedError
 
     def identify(self, index: int) -> Mapping[str, Any]:
-        """Returns what identifies a sample of the batch besides its index, such as its `id` and `source`."""
-        ...
+        """Returns the names of a sample besides its index in the batch, such as its `id` and `source`."""
+        raise NotImplementedError
 
     def replay(self, variant: str) -> Outcome:
         """Runs the step again as one of `VARIANTS`. Never raises: the outcome says why it was not run."""
-        ...
+        raise NotImplementedError
 
     def trace(self, variant: str) -> Trace:
         """Runs the step again as one of `VARIANTS`, and records every operation."""
-        ...
+        raise NotImplementedError
 
     def culprits(self) -> Culprits | None:
         """Returns the samples that make the step non-finite; None if they cannot be searched for."""
-        ...
+        raise NotImplementedError
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns sizes of activations and logits, named as the monitors' metrics; with an older state's weights."""
-        ...
+        raise NotImplementedError
 
     def largest_input(self) -> LargestInput | None:
         """Returns the sample with the largest input; None if inputs are not floating point."""
-        ...
+        raise NotImplementedError
 
     def staleness(self, optimizer: Optimizer) -> float:
         """Compares the step's gradients with the optimizer's second moments; see `probes/state.py`."""
-        ...
+        raise NotImplementedError
 
     def underflow(self) -> Underflow | None:
         """Returns the gradients that are lost to underflow; None if that cannot be measured."""
-        ...
+        return None
 
     def fp8_casts(self) -> Fp8Casts | None:
-        """Returns what casts to fp8 lost; None if there are none."""
-        ...
-
-    def update_fault(self) -> UpdateFault | None:
-        """Runs the optimizer's step again, and returns why it is not finite; None if it is, or if it cannot be run."""
-        ...
+        """Returns the losses of casts to fp8; None if there are no casts, or if they are not examined."""
+        return None
 
     @property
     def can_update(self) -> bool:
         """Whether the optimizer's step can be run again."""
-        ...
+        return self.update is not None
+
+    def update_fault(self) -> UpdateFault | None:
+        """Runs the optimizer's step again, and returns why it is not finite; None if it is, or if it cannot be run."""
+        return None if self.update is None else self.update()
 
     def why_not_replayable(self) -> str:
         """Returns why another process cannot replay the step from its folder; empty if it can."""
-        ...
+        return ONLY_THE_UPDATE if self.can_update else ""
 
     def save(self, folder: Path) -> None:
-        """Writes what a later replay needs into the incident's folder.
+        """Writes the files for a later replay into the incident's folder.
 
         Raises:
             OSError: the disk is full or gone.
         """
-        ...
+        raise NotImplementedError
 
 
-class StepSubject:
+class StepSubject(Subject):
     """A step of this project's trainer, which runs again on copies of the model."""
 
     def __init__(self, repro: Repro) -> None:
@@ -144,13 +143,13 @@ class StepSubject:
         self.model, self.buffers, self.step = repro.model, repro.buffers, repro.step
         self.reading, self.part, self.deadline = repro.reading, repro.part, repro.deadline
         self.changes = repro.changes
-        self.recheck = repro.recheck
+        self.recheck, self.update = repro.recheck, repro.update
         self._compiled_copy, self._replayed = CompiledCopy(), False
 
     @property
     def variants(self) -> Sequence[str]:
         """See `Subject`."""
-        return in_order(self.repro)
+        return ordered_variants(self.repro)
 
     def older(self) -> Tree | None:
         """See `Subject`."""
@@ -162,7 +161,7 @@ class StepSubject:
 
     def identify(self, index: int) -> Mapping[str, Any]:
         """Returns the sample's id and source, if the data provides them."""
-        return named(self.repro.batch, index)
+        return identity_of(self.repro.batch, index)
 
     def replay(self, variant: str) -> Outcome:
         """See `Subject`."""
@@ -181,7 +180,7 @@ class StepSubject:
         tools = replace(take.tools, objective=take.tools.objective.plain)
         tracing = Trace(take.model)
         with tracing, in_true_fp32(variant):
-            perform(take.model, take.batches, tools, self.step)
+            forward_backward(take.model, take.batches, tools, self.step)
         return tracing
 
     def culprits(self) -> Culprits | None:
@@ -218,7 +217,7 @@ class StepSubject:
         """See `Subject`."""
         repro = self.repro
         model = repro.copy_model()
-        perform(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)
+        forward_backward(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)
         return staleness(repro.model, [parameter.grad for parameter in model.parameters()], optimizer)
 
     def underflow(self) -> Underflow | None:
@@ -228,19 +227,6 @@ class StepSubject:
     def fp8_casts(self) -> Fp8Casts | None:
         """See `Subject`."""
         return fp8_casts(self.repro)
-
-    @property
-    def can_update(self) -> bool:
-        """See `Subject`."""
-        return self.repro.update is not None
-
-    def update_fault(self) -> UpdateFault | None:
-        """See `Subject`."""
-        return None if self.repro.update is None else self.repro.update()
-
-    def why_not_replayable(self) -> str:
-        """Every step of the trainer can be replayed, if its weights are saved; but not the optimizer's part of it."""
-        return ONLY_THE_UPDATE if self.can_update else ""
 
     def save(self, folder: Path) -> None:
         """Writes weights and batch; the batch only, if the step cannot be replayed."""

@@ -53,7 +53,7 @@ def hash_of(file: str, since: float = math.inf) -> str | None:
 def files(model: nn.Module, tools: Tools) -> dict[str, str]:
     """Returns the name and the file of each of the user's modules that forward and backward run through."""
     objects = [*model.modules(), tools.sanitizer, tools.precision, tools.objective.plain, tools.determinism]
-    waiting = [name for each in objects for value in (each, *vars_of(each)) for name in module_of(value)]
+    waiting = [name for each in objects for value in (each, *attributes_of(each)) for name in module_names(value)]
     found: dict[str, str] = {}
     while waiting:
         name = waiting.pop()
@@ -82,12 +82,12 @@ def imports(file: str, package: str) -> Iterator[str]:
                 yield from (origin, *(f"{origin}.{alias.name}" for alias in node.names))
 
 
-def vars_of(value: Any) -> list[Any]:
+def attributes_of(value: Any) -> list[Any]:
     """The attributes of an object; empty if it has no `__dict__`."""
     return list(getattr(value, "__dict__", {}).values())
 
 
-def module_of(value: Any) -> Iterator[str]:
+def module_names(value: Any) -> Iterator[str]:
     """The name of the module that a class, a function or an object's class comes from."""
     try:
         name = value.__module__

@@ -5,6 +5,7 @@ gradients are averaged already; with FSDP2 each rank has its shards, whose squar
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,27 @@ from stabletrain.parallel.ranks import Ranks, all_gather_tensor
 from stabletrain.records import GradNorms, LossTerms, Number, StepChecks
 
 
-class Alone:
+class RankNumbers(NamedTuple):
+    """What one rank measured of its own part of a step.
+
+    Attributes:
+        loss: 0-d.
+        norms: of this rank's gradients.
+        buffers: norm of this rank's buffers.
+        changed: 1 if this rank's state has changed since the last update, else 0.
+        sharded: for each of `norms.each`, whether it is that of a shard.
+        unproven: whether this rank would check the update after it.
+    """
+
+    loss: Tensor
+    norms: GradNorms
+    buffers: Number
+    changed: Number
+    sharded: Sequence[bool]
+    unproven: bool
+
+
+class OneRank:
     """One process: its own numbers are those of the step.
 
     Attributes:
@@ -25,90 +46,59 @@ class Alone:
 
     ranks = Ranks()
 
-    def agree(
-        self,
-        loss: Tensor,
-        norms: GradNorms,
-        buffers: Number,
-        changed: Number,
-        sharded: Sequence[bool],
-        unproven: bool = False,
-    ) -> tuple[LossTerms, GradNorms, StepChecks]:
-        """Returns the numbers of the whole step, equal on every rank.
-
-        Args:
-            loss: this rank's, 0-d.
-            norms: of this rank's gradients.
-            buffers: norm of this rank's buffers.
-            changed: 1 if this rank's state is not what the last update left, else 0.
-            sharded: for each of `norms.each`, whether it is that of a shard.
-            unproven: whether this rank would check the update after it.
-        """
-        del sharded
-        loss = loss.float()
-        return LossTerms(loss), norms, StepChecks(0.0, 0.0, buffers, changed, unproven=float(unproven))
+    def agree(self, own: RankNumbers) -> tuple[LossTerms, GradNorms, StepChecks]:
+        """Returns the numbers of the whole step, equal on every rank."""
+        checks = StepChecks(0.0, 0.0, own.buffers, own.changed, unproven=float(own.unproven))
+        return LossTerms(own.loss.float()), own.norms, checks
 
     def any_rank(self, here: bool) -> bool:
         """Returns whether `here` is true on any rank."""
         return here
 
 
-class Together(Alone):
+class AllRanks(OneRank):
     """Several ranks."""
 
     def __init__(self) -> None:
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
 
-    def agree(
-        self,
-        loss: Tensor,
-        norms: GradNorms,
-        buffers: Number,
-        changed: Number,
-        sharded: Sequence[bool],
-        unproven: bool = False,
-    ) -> tuple[LossTerms, GradNorms, StepChecks]:
+    def agree(self, own: RankNumbers) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Returns the mean of the losses, the largest norm of the buffers, and the norm of the whole gradient."""
+        norms, sharded = own.norms, own.sharded
         shards = torch.tensor([*sharded] or [False], device=norms.each.device)
         squares = norms.each.square()
-        own = torch.where(shards, squares, 0.0).sum()
+        shard_squares = torch.where(shards, squares, 0.0).sum()
         whole = norms.total if not any(sharded) else torch.where(shards, 0.0, squares).sum().sqrt()
-        held, moved = (
-            each if isinstance(each, Tensor) else torch.full_like(norms.total, each) for each in (buffers, changed)
+        buffers, changed, unproven = (
+            each if isinstance(each, Tensor) else torch.full_like(norms.total, each)
+            for each in (own.buffers, own.changed, float(own.unproven))
         )
-        row = torch.stack([loss.float(), held, own, whole, moved, torch.full_like(norms.total, float(unproven))])
+        row = torch.stack([own.loss.float(), buffers, shard_squares, whole, changed, unproven])
         rows = row.new_empty(self.ranks.world_size * row.numel())
         all_gather_tensor(rows, row)
-        rows = rows.view(self.ranks.world_size, -1)
+        losses, buffers, shard_squares, whole, changed, unproven = rows.view(self.ranks.world_size, -1).unbind(1)
         # Every rank computes the same from the same rows.
-        total = torch.amax(rows[:, 3])
+        total = torch.amax(whole)
         if any(sharded):
-            total = (rows[:, 2].sum() + total.square()).sqrt()
-        bad = ~torch.isfinite(rows[:, 0]) | (rows[:, 4] > 0)
+            total = (shard_squares.sum() + total.square()).sqrt()
+        bad = ~torch.isfinite(losses) | (changed > 0)
         first = torch.where(bad.any(), bad.float().argmax(), -1)
-        mean = rows[:, 0].mean()
         stop = torch.zeros_like(first, dtype=torch.bool)
-        checks = StepChecks(
-            0.0, 0.0, rows[:, 1].amax(), rows[:, 4].amax(), stop=stop, rank=first, unproven=rows[:, 5].amax()
-        )
-        return LossTerms(mean), GradNorms(total, norms.each), checks
+        checks = StepChecks(0.0, 0.0, buffers.amax(), changed.amax(), stop=stop, rank=first, unproven=unproven.amax())
+        return LossTerms(losses.mean()), GradNorms(total, norms.each), checks
 
     def any_rank(self, here: bool) -> bool:
         """Returns whether `here` is true on any rank; all of them must call it."""
-        found = torch.tensor(float(here), device=self._device())
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+        found = torch.tensor(float(here), device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found)
 
-    def _device(self) -> torch.device:
-        return (
-            torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-        )
 
-
-def together() -> Alone:
+def agreement_of_ranks() -> OneRank:
     """Returns the agreement of this process: with the other ranks, if it is one of several."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Together() if several else Alone()
+    return AllRanks() if several else OneRank()
 
 
 def innermost(model: nn.Module) -> nn.Module:

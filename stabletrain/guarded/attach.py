@@ -1,13 +1,14 @@
-"""Guards a loop that cannot be edited: judges when the loop calls `optimizer.step()`.
+"""Records the steps of a loop that cannot be edited, and judges when the loop calls `optimizer.step()`.
 
-The loop computes gradients as it likes. The model's forward calls are recorded, with what a withheld step must put
-back: buffers and random generators. At `optimizer.step()` the gradients are judged, and the step is passed on, or not
-run. A loss that is not finite, although its gradients are, can be seen only if the model returns it, if it passes
-through a `GradScaler`, or if the module that computes it is known (`criterion`).
+The loop computes gradients as it likes. `LoopRecorder` records the model's forward calls, with the buffers and random
+generators that a withheld step must restore. At `optimizer.step()` the gradients are judged; the optimizer's step runs
+only if the update is applied. If the gradients are finite and the loss is not, this is seen only if the model returns
+the loss, if it passes through a `GradScaler`, or if the module that computes it is known (`criterion`).
 
-A withheld step is explained by running the recorded forward calls again. An adapter that knows how the loop computes
-its loss records that instead (`record`). Otherwise, if the model does not return its loss, only the forward pass can be
-run again: a fault in the loop's loss or in the backward pass is then withheld, but its operation is not named.
+To explain a withheld step, the recorded forward calls run again. An adapter that knows how the loop computes its loss
+records that instead (`record`). Otherwise, if the model does not return its loss, only the forward pass can run again.
+If the fault is in the loop's loss or in the backward pass, the step is still skipped, but the faulty operation cannot
+be named.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,22 +23,21 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.guarded.gradients import unwrapped
-from stabletrain.guarded.part import Part, named_tensors, versions
-from stabletrain.guarded.rerun import Begun
-from stabletrain.guarded.scaling import FLOOR, Scaling
-from stabletrain.protocols import Precision
-from stabletrain.records import GradNorms, LossTerms, Number
+from stabletrain.guarded.micro_batch import MicroBatch, named_tensors, versions
+from stabletrain.guarded.rerun import BegunStep
+from stabletrain.records import GradNorms
 
 FORWARD_ONLY = "the loop's own loss is not known: only the model's forward pass was run again (use guard.step)"
 
+NO_FORWARD_SEEN = (
+    "no forward call of the model was seen: the loop calls parts of it, or trains in eval mode (use guard.step)"
+)
 
-UNSEEN = "no forward call of the model was seen: the loop calls parts of it, or trains in eval mode (use guard.step)"
-
-MOST_CALLS = 256
+MAX_CALLS = 256
 """Maximum number of forward calls that are recorded in a step: a loop that never steps must not keep every batch."""
 
 
-class Hook:
+class WeakHook:
     """A hook of a module that does not keep its target alive, and does nothing in a copy of the module."""
 
     def __init__(self, target: Callable[..., Any] | None = None) -> None:
@@ -50,53 +50,11 @@ class Hook:
             target(*args)
 
     def __reduce__(self) -> tuple:
-        return Hook, ()  # for `copy.deepcopy` and `torch.save`
+        return WeakHook, ()  # for `copy.deepcopy` and `torch.save`
 
 
-class InStep(Scaling):
-    """The loss scale of a loop that scales and unscales by itself.
-
-    A fused optimizer may be given gradients that are still scaled, with `grad_scale` and `found_inf`.
-
-    Args:
-        precision, name: see `Scaling`.
-        optimizer, scaler: where the scale is found.
-    """
-
-    autocasts = False
-
-    def __init__(self, precision: Precision, name: str, optimizer: Optimizer, scaler: GradScaler | None) -> None:
-        super().__init__(precision, name)
-        self._optimizer, self._scaler = optimizer, scaler
-        self._one = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)
-
-    def unscale_(self, optimizer: Optimizer, found: list[Tensor]) -> None:
-        """Divides gradients that are still scaled, in place, so that the optimizer need not."""
-        scale = getattr(optimizer, "grad_scale", None)
-        if scale is not None:
-            torch._foreach_div_(found, scale)
-            optimizer.grad_scale = None  # ty: ignore[missing-attribute]
-
-    def loss_scale(self) -> Number:
-        """Returns the loop's loss scale, without a host read."""
-        scale = getattr(self._optimizer, "grad_scale", None)
-        if scale is not None:
-            return scale.clone()
-        return self._scaler.scale(self._one) if self._scaler is not None and self._scaler.is_enabled() else 1.0
-
-    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
-        """Returns whether the loss is finite, the scaled gradients are not, and the scale is above `FLOOR`."""
-        scale = self.loss_scale()
-        if not isinstance(scale, Tensor) and scale <= FLOOR:
-            return False
-        return torch.isfinite(terms.total) & ~torch.isfinite(norms.total) & (torch.as_tensor(scale) > FLOOR)
-
-    def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
-        """Does nothing: the loop runs the optimizer's step and updates its scaler."""
-
-
-class Attached:
-    """What an attached guard records of the loop's current step.
+class LoopRecorder:
+    """Records the current step of a loop for an attached guard.
 
     Args:
         criterion: the module that computes the loop's loss; None if unknown.
@@ -107,7 +65,7 @@ class Attached:
     Attributes:
         begun: the state before the step, with the forward calls so far; None before the first.
         forward_only: whether the loop's loss cannot be computed again.
-        recorded: whether the loop tells of its micro-batches with `record`, so that forward calls are not recorded.
+        recorded: whether the loop calls `record` for its micro-batches, so that forward calls are not recorded.
         watching: whether forward calls are recorded; off while they are run again.
         unclipped: norms of the gradients from before the loop clipped them; None if unknown.
         run_own_step: the optimizer's own step.
@@ -119,28 +77,28 @@ class Attached:
         optimizer: Optimizer,
         scaler: GradScaler | None,
         criterion: nn.Module | None,
-        begin: Callable[[], Begun],
+        begin: Callable[[], BegunStep],
         decide: Callable[[Tensor | None], bool],
         update: Callable[[], AbstractContextManager],
     ) -> None:
         self._model, self._optimizer, self._begin, self._decide = model, optimizer, begin, decide
         self._update = update
-        self.begun: Begun | None = None
-        self.forward_only, self.watching, self.recorded, self._passing = False, True, False, False
-        self._went_back, self._before = False, begin()
-        self._seen: list[Tensor] = []
+        self.begun: BegunStep | None = None
+        self.forward_only, self.watching, self.recorded, self._judged = False, True, False, False
+        self._backward_ran, self._before = False, begin()
+        self._seen_losses: list[Tensor] = []
         self.unclipped: GradNorms | None = None
         self.run_own_step: Callable[[], Any] = optimizer.step
         self._undo = [
-            model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove,
-            model.register_forward_hook(Hook(self._after_forward)).remove,
+            model.register_forward_pre_hook(WeakHook(self._before_forward), with_kwargs=True).remove,
+            model.register_forward_hook(WeakHook(self._after_forward)).remove,
             replace_method(optimizer, "step", self._stepping),
         ]
         if scaler is not None:
             self._undo.append(replace_method(scaler, "step", self._scaled_stepping))
             self._undo.append(replace_method(scaler, "scale", self._scaling))
         if criterion is not None:
-            self._undo.append(criterion.register_forward_hook(Hook(self._after_criterion)).remove)
+            self._undo.append(criterion.register_forward_hook(WeakHook(self._after_criterion)).remove)
 
     def detach(self) -> None:
         """Leaves model, optimizer and scaler as they were."""
@@ -148,41 +106,41 @@ class Attached:
             self._undo.pop()()
 
     def before_forward(self, batch: Any, first: bool) -> None:
-        """Begins a micro-batch of which `record` will tell."""
+        """Begins a micro-batch that the loop will `record`."""
         if first or self.begun is None:
             self.begun = self._begin()
         self.begun.versions += versions(batch)
         self.recorded, self.forward_only = True, False
 
-    def record(self, part: Part, loss: Tensor) -> None:
-        """Replaces the forward calls by what computes the loop's loss of one micro-batch, with that loss."""
+    def record(self, micro_batch: MicroBatch, loss: Tensor) -> None:
+        """Records how the loop computes the loss of one micro-batch, and this loss; forward calls are dropped."""
         if self.begun is None:
             self.begun = self._begin()
         if not self.recorded:
-            self.begun.parts.clear()
+            self.begun.micro_batches.clear()
             self.begun.losses.clear()
             self.recorded, self.forward_only = True, False
-        self.begun.parts.append(part)
+        self.begun.micro_batches.append(micro_batch)
         self.begun.losses.append(loss.detach())
 
-    def take(self) -> Begun:
-        """Returns the step's record, and forgets it; without forward calls, the state after the last step."""
-        begun, self.begun, self.recorded, self._went_back = self.begun, None, False, False
-        self._seen = []
+    def take(self) -> BegunStep:
+        """Returns the recorded step and starts a new one; without forward calls, the state after the last step."""
+        begun, self.begun, self.recorded, self._backward_ran = self.begun, None, False, False
+        self._seen_losses = []
         return begun or self._before
 
     def seen_loss(self) -> Tensor:
-        """Returns NaN if a loss of this step that was seen is not finite, else 0: it may not be the whole loss."""
-        return sum(self._seen, torch.zeros(())) * 0.0
+        """Returns NaN if a seen loss is not finite, else 0, because a seen loss may be only a part of the whole."""
+        return sum(self._seen_losses, torch.zeros(())) * 0.0
 
     def end_step(self) -> None:
         """Records the state after a step, for a loop whose forward calls are not seen."""
         self._before = self._begin()
 
-    def gap(self, begun: Begun) -> str:
+    def gap(self, begun: BegunStep) -> str:
         """Returns why the loop's own loss cannot be computed again; empty if it can."""
-        if not begun.parts:
-            return UNSEEN
+        if not begun.micro_batches:
+            return NO_FORWARD_SEEN
         return FORWARD_ONLY if self.forward_only else ""
 
     def norms_before_clipping(self, norms: GradNorms) -> GradNorms:
@@ -196,48 +154,48 @@ class Attached:
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if not (self.watching and module.training and torch.is_grad_enabled()):
             return
-        if self.begun is None or (self._went_back and self._gradients_are_gone()):
-            self.begun, self.recorded, self._went_back, self._seen = self._begin(), False, False, []
-        if not self.recorded and len(self.begun.parts) < MOST_CALLS:
-            call = Part(lambda given: loss_in(self._model(*given["args"], **given["kwargs"]))[0],
+        if self.begun is None or (self._backward_ran and self._gradients_are_gone()):
+            self.begun, self.recorded, self._backward_ran, self._seen_losses = self._begin(), False, False, []
+        if not self.recorded and len(self.begun.micro_batches) < MAX_CALLS:
+            call = MicroBatch(lambda given: loss_in(self._model(*given["args"], **given["kwargs"]))[0],
                         {"args": args, "kwargs": dict(kwargs)})  # fmt: skip
-            self.begun.parts.append(call)
+            self.begun.micro_batches.append(call)
             self.begun.versions += versions(call.batch)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (self.watching and module.training and torch.is_grad_enabled()):
             return
         if not self.recorded and self.begun is not None:
-            if len(self.begun.losses) >= MOST_CALLS:
+            if len(self.begun.losses) >= MAX_CALLS:
                 return
             for tensor in [tensor for _, tensor in named_tensors(output) if tensor.requires_grad][:1]:
-                tensor.register_hook(self._notice)
+                tensor.register_hook(self._note_backward)
             with torch.no_grad():
                 loss, known = loss_in(output)
             self.forward_only = not known
-            # Of an unknown loss, only this much is known: it is not finite if the model's output is not.
+            # An unknown loss counts as 0, or as NaN if the model's output is not finite.
             self.begun.losses.append(loss.detach() if known else loss.detach() * 0.0)
 
     def _after_criterion(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.watching and torch.is_grad_enabled():
-            self._see(output)
+            self._note_loss(output)
 
-    def _see(self, losses: Any) -> None:
-        """Notes losses that the loop is about to differentiate: scalars, because of others it may leave out values."""
-        if self.begun is None or len(self._seen) >= MOST_CALLS:
+    def _note_loss(self, losses: Any) -> None:
+        """Notes losses that the loop is about to differentiate; only scalars: of others it may use some values only."""
+        if self.begun is None or len(self._seen_losses) >= MAX_CALLS:
             return
         scalars = [tensor for _, tensor in named_tensors(losses) if tensor.requires_grad and tensor.numel() == 1]
-        self._seen += [tensor.detach().reshape(()) for tensor in scalars]
+        self._seen_losses += [tensor.detach().reshape(()) for tensor in scalars]
 
-    def _notice(self, gradient: Tensor) -> None:
+    def _note_backward(self, gradient: Tensor) -> None:
         """Notes that a backward pass has begun."""
         del gradient
-        self._went_back = True
+        self._backward_ran = True
 
     def _gradients_are_gone(self) -> bool:
         """Whether the loop has dropped the recorded calls' gradients without a step, as with a GradScaler."""
         begun = self.begun
-        if begun is None or not begun.parts:
+        if begun is None or not begun.micro_batches:
             return False
         groups = self._optimizer.param_groups
         return all(parameter.grad is None for group in groups for parameter in group["params"])
@@ -247,7 +205,7 @@ class Attached:
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             optimizer._opt_called = True  # ty: ignore[missing-attribute]  a scheduler asks for it
-            if self._passing:  # the scaler's step has judged it
+            if self._judged:  # the scaler's step has judged it
                 return inner(*args, **kwargs) if closure is None else inner(closure, *args, **kwargs)
             loss = None
             if closure is not None:  # forward and backward run inside, as in Lightning
@@ -268,7 +226,7 @@ class Attached:
 
         def scale(scaler: GradScaler, outputs: Any) -> Any:
             if self.watching:
-                self._see(outputs)
+                self._note_loss(outputs)
             return inner(outputs)
 
         return scale
@@ -286,12 +244,12 @@ class Attached:
                     raise
             if not self._decide(None):
                 return None
-            self._passing = True
+            self._judged = True
             try:
                 with self._update():
                     return inner(self._optimizer, *args, **kwargs)
             finally:
-                self._passing = False
+                self._judged = False
 
         return step
 
@@ -299,7 +257,7 @@ class Attached:
 def replace_method(
     owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replaces a method of an optimizer or scaler by what `make` makes of it; returns what undoes this."""
+    """Replaces a method of an optimizer or scaler by `make(method)`; returns a function that undoes this."""
     own, inner = vars(owner).get(name), getattr(owner, name)
     setattr(owner, name, MethodType(make(inner), owner))
 
@@ -315,7 +273,7 @@ def replace_method(
 def loss_in(output: Any) -> tuple[Tensor, bool]:
     """Returns the loss that a model's output holds and True; else the sum of its values and False.
 
-    The sum is not finite if a value is not, so that at least the forward pass can be looked into.
+    The sum is not finite if a value is not, so that at least the forward pass can be examined.
     """
     inside = getattr(output, "loss", None)
     if isinstance(output, Mapping) and "loss" in output:

@@ -1,7 +1,7 @@
 """The gradients of the optimizer's parameters, and their norms.
 
-As `monitors/tensor_norms.py`, for what a user's loop may hold besides: frozen parameters, parameters of another
-optimizer, sparse and complex gradients, several devices.
+Like `monitors/tensor_norms.py`, but also for frozen parameters, parameters of another optimizer, sparse and complex
+gradients, and several devices, which a user's loop may have.
 """
 
 from collections.abc import Iterable

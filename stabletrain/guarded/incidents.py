@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.optim import Optimizer
 
-from stabletrain.forensics.agreement import NotInvestigated, exchange, in_one_line
+from stabletrain.forensics.agreement import NotInvestigated, one_line_of
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.causes import unknown
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
-from stabletrain.forensics.distributed_handler import Account, account_of, write_together
-from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentSummary
+from stabletrain.forensics.distributed_handler import main_has_budget, write_together
+from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentRequest, IncidentSummary
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.recorder import Trace
@@ -27,7 +26,7 @@ from stabletrain.printable import printable
 LOG = logging.getLogger("stabletrain")
 """Incidents are logged here, as warnings, on the main process."""
 
-MOST_ERRORS = 3
+MAX_ERRORS = 3
 """Maximum number of errors of closures that are explained."""
 
 IN_CODE = {
@@ -63,16 +62,16 @@ def in_code(fix: str) -> str:
     return fix
 
 
-def of_any_loop(diagnosis: Diagnosis) -> Diagnosis:
+def for_any_loop(diagnosis: Diagnosis) -> Diagnosis:
     """Returns a diagnosis whose fixes hold in any training loop."""
     fix = [*dict.fromkeys(in_code(each) for each in diagnosis.fix)]
     if diagnosis.cause == "hardware_fault":
         fix.insert(0, "check that the closure depends on its batch and on PyTorch's generators only")
-    return replace(diagnosis, fix=fix, also=[of_any_loop(one) for one in diagnosis.also])
+    return replace(diagnosis, fix=fix, also=[for_any_loop(one) for one in diagnosis.also])
 
 
-def unseen(evidence: Evidence) -> Diagnosis:
-    """Returns the diagnosis of a step of which only the forward pass could be run again, without finding anything."""
+def unknown_beyond_forward(evidence: Evidence) -> Diagnosis:
+    """Returns the diagnosis of a step if only its forward pass could run again, and that showed nothing."""
     found = unknown(evidence)
     if evidence.kind != "nonfinite" or not math.isfinite(evidence.reading.buffers):
         return found
@@ -100,27 +99,20 @@ class LoopHandler(IncidentHandler):
         """Whether another incident may be investigated."""
         return self._investigations < ATTEMPTS * self.max_incidents and len(self._of_process) < self.max_incidents
 
-    def investigate(
-        self,
-        subject: Subject,
-        kind: str,
-        *,
-        classes: int | None,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float],
-    ) -> Findings | None:
+    def investigate(self, subject: Subject, request: IncidentRequest) -> Findings | None:
         """Returns the findings; None if the alarm was false."""
-        found = super().investigate(subject, kind, classes=classes, optimizer=optimizer, limits=limits)
+        found = super().investigate(subject, request)
         if found is None:
             return None
-        blind = isinstance(subject, LoopSubject) and bool(subject.gap)
-        evidence = found.evidence
-        if kind == "update":  # closures play no part in it
-            return replace(found, diagnosis=of_any_loop(found.diagnosis))
-        if blind and evidence.origin is None and not evidence.samples and not evidence.damage:
-            found = replace(found, diagnosis=unseen(evidence))  # nothing was measured that could tell the cause
-        gaps = [subject.gap] if isinstance(subject, LoopSubject) and subject.gap else []
-        return replace(found, diagnosis=of_any_loop(found.diagnosis), failures=[*gaps, *found.failures])
+        gap = subject.gap if isinstance(subject, LoopSubject) and request.kind != "update" else ""
+        if gap:  # the closures take no part in an update
+            evidence = found.evidence
+            if evidence.origin is None and not evidence.samples and not evidence.damage:
+                found = replace(
+                    found, diagnosis=unknown_beyond_forward(evidence)
+                )  # nothing was measured that could tell the cause
+            found = replace(found, failures=[gap, *found.failures])
+        return replace(found, diagnosis=for_any_loop(found.diagnosis))
 
 
 class Incidents:
@@ -141,28 +133,18 @@ class Incidents:
         self._handler = LoopHandler(max_incidents, max_seconds, self.found) if max_incidents else None
 
     def investigate(
-        self,
-        subject: LoopSubject,
-        kind: str,
-        optimizer: Optimizer,
-        limits: tuple[float, float],
-        setting: RunSettings,
+        self, subject: LoopSubject, request: IncidentRequest, setting: RunSettings
     ) -> IncidentSummary | None:
         """Investigates a step, and files and shows what is new; returns None if there was no investigation.
 
         All ranks must call it together.
-
-        Args:
-            kind: `nonfinite`, `spike`, `state`, `recheck`, or `update` for a subject with `update`.
-            optimizer: only read.
-            limits: the guard's limits of loss and gradient norm.
         """
         if self._handler is None:
             return None
         self._handler.open(self._folder, setting)
         step = subject.reading.step
         try:
-            summary = self._handle(self._handler, subject, kind, None if subject.sharded else optimizer, limits)
+            summary = self._handle(self._handler, subject, request)
         except NotInvestigated as error:
             self.note(f"step {step}: this incident is not investigated: {error}")
             return None
@@ -171,50 +153,37 @@ class Incidents:
             self.note(*summary.lines)
         return summary
 
-    def _handle(
-        self,
-        handler: LoopHandler,
-        subject: LoopSubject,
-        kind: str,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float],
-    ) -> IncidentSummary | None:
+    def _handle(self, handler: LoopHandler, subject: LoopSubject, request: IncidentRequest) -> IncidentSummary | None:
         """Investigates on this rank alone, or on all, and has one of them write the folder."""
         several = self._ranks.distributed
-        allowed = handler.has_budget() if not several else all(exchange(self._main_has_budget))
-        if not allowed:
+        if not (main_has_budget(handler, self._ranks) if several else handler.has_budget()):
             return None
         handler.count()
+        # Ranks wait for each other: use at most half of the time that they wait.
         subject.deadline = handler.deadline(timeout().total_seconds() / 2 if several else math.inf)
         found: Findings | None = None
         error: Exception | None = None
         try:
-            found = handler.investigate(subject, kind, classes=None, optimizer=optimizer, limits=limits)
+            found = handler.investigate(subject, request)
         except NotInvestigated:
             raise
         except Exception as raised:  # explaining a step must not end the training
             error = raised
-        subject.rounds.finish()
+        subject.reruns.finish()  # another rank may still need this rank's shards
         if several:
-
-            def account() -> Account:
-                if error is not None:
-                    raise error
-                return account_of(found)
-
-            return write_together(handler, self._ranks.rank, subject, found, exchange(account))
+            return write_together(handler, self._ranks.rank, subject, found, error)
         if error is not None:
-            raise NotInvestigated(in_one_line(error)) from error
+            raise NotInvestigated(one_line_of(error)) from error
         if found is None:
             return None
         try:
             return handler.write_incident(subject, found)
         except Exception as raised:  # nor must writing it: a batch may hold anything
-            raise NotInvestigated(in_one_line(raised)) from raised
+            raise NotInvestigated(one_line_of(raised)) from raised
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:
         """Logs where values were first not finite in a closure that raised an error, if any were."""
-        if self._handler is None or self._explained >= MOST_ERRORS or isinstance(error, torch.OutOfMemoryError):
+        if self._handler is None or self._explained >= MAX_ERRORS or isinstance(error, torch.OutOfMemoryError):
             return
         if self._ranks.distributed:  # the others are not here
             return
@@ -231,10 +200,6 @@ class Incidents:
             f"at: {first.source}" + (f", called from {first.called_from}" if first.called_from else ""),
         )
 
-    def _main_has_budget(self) -> bool:
-        """Whether the budget allows another investigation; the main process decides, because it counts the folders."""
-        return not self._ranks.is_main or (self._handler is not None and self._handler.has_budget())
-
     def note(self, *lines: str) -> None:
         """Logs lines on the main process."""
         if self._ranks.is_main:
@@ -243,7 +208,7 @@ class Incidents:
 
 
 def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSettings:
-    """Returns what is known of a loop's settings.
+    """Returns the known settings of a loop.
 
     Args:
         name: of the number format; empty if unknown.
@@ -252,7 +217,7 @@ def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSet
         best_loss: smallest loss of the applied steps.
     """
     keys: Sequence[str] = ("lr", "weight_decay", "betas", "eps")
-    values = {f"optimizer.{key}": plain(group[key]) for key in keys if key in group}
+    values = {f"optimizer.{key}": plain_number(group[key]) for key in keys if key in group}
     return RunSettings(
         choices={"clipping": "zclip" if clips else "none"} | ({"precision": name} if name else {}),
         values=values | ({"precision.min_scale": 1.0} if name == "fp16" else {}),
@@ -261,8 +226,8 @@ def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSet
     )
 
 
-def plain(value: object) -> object:
+def plain_number(value: object) -> object:
     """Returns a number for a tensor, and a list for a tuple."""
     if isinstance(value, tuple):
-        return [plain(each) for each in value]
+        return [plain_number(each) for each in value]
     return value.item() if hasattr(value, "item") else value  # ty: ignore[not-callable]

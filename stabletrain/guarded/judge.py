@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of, note_masks
-from stabletrain.guarded.agreement import Alone
+from stabletrain.guarded.agreement import OneRank, RankNumbers
 from stabletrain.guarded.gradients import gradients, measure, multiply_
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.guarded.spikes import gate
@@ -41,7 +41,7 @@ class Judge:
         optimizer: Optimizer,
         *,
         scaling: Scaling,
-        agreement: Alone,
+        agreement: OneRank,
         policy: SkipGuard,
         max_norm: float | None,
     ) -> None:
@@ -72,9 +72,9 @@ class Judge:
             step: number of the step, counted from 1.
             loss: of the step, 0-d, detached.
             parameters: those that the optimizer updates; at least one has a gradient.
-            changed: 1 if the state is not what the last update left, else 0.
+            changed: 1 if the state has changed since the last update, else 0.
             recheck: how far the gradients differ from a second computation.
-            unproven: whether the update is to be checked after it, as far as this rank knows.
+            unproven: whether this rank would check the update afterwards.
             unclipped: returns the norms from before the loop itself clipped; None if it does not.
         """
         scaling, found = self.scaling, gradients(parameters)
@@ -84,11 +84,14 @@ class Judge:
         scaling.unscale_(self._optimizer, found)
         norms, buffer_norm = measure(found, buffers_of(self._model).judged)
         norms = norms if unclipped is None else unclipped(norms)
+        # Every rank goes on with the same numbers, so that all reach the same verdict.
         sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
-        terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, changed, sharded, unproven)
+        own = RankNumbers(loss, norms, buffer_norm, changed, sharded, unproven)
+        terms, norms, checks = self._agreement.agree(own)
         checks = replace(checks, recheck=recheck)
         overflow = scaling.overflow(terms, norms)
         opened = scaling.close(gate(self._policy, terms, norms, checks), overflow)
+        # Clip whether or not the gate is open: the host does not know yet.
         clipped = Clipped(1.0)
         if self._clip is not None:
             clipped = Clipped(self._clip.factor(norms))

@@ -1,6 +1,6 @@
 """The gradients of a step of a user's loop, computed a second time; they must have the same bits.
 
-`stability/guard/recheck.py` says when, and what a difference means. Here the closures run again with their batches. A
+`stability/guard/recheck.py` decides when, and judges a difference. Here the closures run again with their batches. A
 step is left out if its bits cannot be expected again: closures without a batch, or that changed it; compiled models;
 kernels that add in any order; a loss scale; several ranks.
 """
@@ -24,7 +24,7 @@ def repeatable(rerun: Rerun) -> bool:
     """Returns whether the closures of a step must give the same bits again."""
     begun = rerun.begun
     changed = any(tensor._version != version for tensor, version in begun.versions)
-    with_batch = all(part.takes_batch for part in begun.parts)
+    with_batch = all(each.takes_batch for each in begun.micro_batches)
     exact = repeats_exactly(rerun.model, begun.generators.device) and rerun.outer is rerun.model
     return exact and with_batch and not changed and rerun.loss_scale == 1.0
 
@@ -54,7 +54,7 @@ def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
 
 
 def confirm(recheck: NoRecheck, rerun: Rerun) -> Finding:
-    """Computes the gradients of a step that differ a third time; returns what is known then. Waits for the device."""
+    """Computes gradients that differ a third time; returns the finding. Waits for the device."""
     compared = recheck.compared["gradient"]
     ratios = compared.ratios.tolist()
     tensors = sorted(zip(compared.names, ratios, strict=True), key=lambda each: -each[1])

@@ -1,8 +1,8 @@
-"""Runs a step's closures again on the live model, from where the step began, and puts everything back.
+"""Runs a step's closures again on the live model, from where the step began, and restores everything.
 
-A withheld step left the weights as they were. What its forward and backward pass did change is recorded before the step
-and set for the rerun: buffers, random generators, gradients. Afterwards everything has the values it had before the
-rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are gathered as in training.
+A withheld step left the weights as they were. Its forward and backward pass changed buffers, random generators and
+gradients: these are recorded before the step and set for the rerun. Afterwards everything has the values from before
+the rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are gathered as in training.
 """
 
 import contextlib
@@ -14,33 +14,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stabletrain.buffers import Buffers, SavedBuffers
+from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.checkpoint.tree import local_part
 from stabletrain.guarded.agreement import wrappers
 from stabletrain.guarded.gradients import gradients, measure
-from stabletrain.guarded.part import Part, loss_of
+from stabletrain.guarded.micro_batch import MicroBatch, loss_of
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.machine.determinism import Generators
-from stabletrain.stability.guard.repeats import attributes_of, put_back_all
+from stabletrain.machine.untouched import untouched
 from stabletrain.stability.precision.kernels import ieee_kernels
 
 
 @dataclass
-class Begun:
+class BegunStep:
     """A step that has begun: its state before the first forward pass, and its micro-batches so far.
 
     Attributes:
-        parts: the closures with their batches, in order.
-        losses: what they returned, 0-d, on the device.
+        micro_batches: the closures with their batches, in order.
+        losses: of each, 0-d, on the device.
         after_forward: the buffers' values from before an update that was undone; None if none was.
         autocast: dtype of an autocast that the loop has entered around the guard; None for none.
-        versions: the batches' tensors with their versions from before the closure: to notice that it changed them.
+        versions: the batches' tensors, each with its version from before the closure, which shows whether it changed.
     """
 
     generators: Generators
     buffers: SavedBuffers
-    parts: list[Part] = field(default_factory=list)
+    micro_batches: list[MicroBatch] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     after_forward: SavedBuffers | None = None
@@ -51,8 +51,8 @@ class Begun:
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-class Pass(NamedTuple):
-    """What a rerun gave.
+class RerunResult(NamedTuple):
+    """The result of a rerun.
 
     Attributes:
         loss: sum over the micro-batches.
@@ -75,7 +75,6 @@ class Rerun:
         model: the user's own module, without wrappers.
         outer: the model as the user gave it, with the wrappers of DDP and the compiler.
         parameters: those that the optimizer updates.
-        buffers: the model's.
         scaling: gives the autocast context.
         begun: the step's state before it, and its micro-batches.
         loss_scale: the step's.
@@ -84,24 +83,23 @@ class Rerun:
     model: nn.Module
     outer: nn.Module
     parameters: list[Tensor]
-    buffers: Buffers
     scaling: Scaling
-    begun: Begun
+    begun: BegunStep
     loss_scale: float
 
     def run(
         self,
-        parts: Sequence[Part] | None = None,
+        micro_batches: Sequence[MicroBatch] | None = None,
         *,
         true_fp32: bool = False,
         weights: Mapping[str, Any] | None = None,
         backward: bool = True,
         watched_by: AbstractContextManager | None = None,
-    ) -> Pass:
+    ) -> RerunResult:
         """Runs forward and backward of the step; afterwards everything is as it was.
 
         Args:
-            parts: closures and batches; None for the step's own.
+            micro_batches: closures and batches; None for the step's own.
             true_fp32: without autocast, loss scale and TF32, with parameters in fp32.
             weights: values for parameters by name; None for the present ones.
             backward: whether to compute gradients.
@@ -112,12 +110,12 @@ class Rerun:
         own = None if any(hasattr(parameter, "to_local") for parameter in own) else own
         scale = 1.0 if true_fp32 else self.loss_scale
         losses: list[Tensor] = []
-        with self._put_back(weights), uncompiled(), torch.enable_grad():
+        with self._at_beginning(weights), uncompiled(), torch.enable_grad():
             numbers = in_true_fp32(self.model) if true_fp32 else self._entered()
             with numbers, watched_by or contextlib.nullcontext():
-                for part in self.begun.parts if parts is None else parts:
+                for micro_batch in self.begun.micro_batches if micro_batches is None else micro_batches:
                     with contextlib.nullcontext() if true_fp32 else self.scaling.autocast():
-                        loss = loss_of(part())
+                        loss = loss_of(micro_batch())
                     if backward:
                         (loss * scale if scale != 1.0 else loss).backward(inputs=own)
                     losses.append(loss.detach())
@@ -127,7 +125,7 @@ class Rerun:
             norm = float(measure(found, [])[0].total) if found else float("nan")
             each = [parameter.grad for parameter in self.parameters]
         total = sum(losses[1:], losses[0]).float()
-        return Pass(float(total), [float(loss) for loss in losses], norm, each)
+        return RerunResult(float(total), [float(loss) for loss in losses], norm, each)
 
     def _entered(self) -> AbstractContextManager:
         """Returns the autocast that the loop has entered around the guard, or a context without effect."""
@@ -135,35 +133,24 @@ class Rerun:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.begun.generators.device.type, dtype)
 
     @contextlib.contextmanager
-    def _put_back(self, weights: Mapping[str, Any] | None) -> Generator[None]:
+    def _at_beginning(self, weights: Mapping[str, Any] | None) -> Generator[None]:
         """Sets buffers and generators to the beginning of the step; restores everything on exit."""
-        now, begun = Generators.now(self.begun.generators.device), self.begun
-        saved, kept = self.buffers.save(), [parameter.grad for parameter in self.model.parameters()]
-        attributes = attributes_of(self.model)
-        held = [(module, {**module._buffers}) for module in self.model.modules() if module._buffers]
-        closed = torch.zeros((), dtype=torch.bool, device=begun.generators.device)
-        try:
-            self.buffers.restore_(begun.buffers, closed)
-            for parameter in self.model.parameters():
-                parameter.grad = None
+        begun = self.begun
+        device = begun.generators.device
+        with untouched(self.model, device):
+            buffers_of(self.model).restore_(begun.buffers, torch.zeros((), dtype=torch.bool, device=device))
             torch.clear_autocast_cache()  # it may hold casts of other weights
-            with apart(self.outer), with_weights(self.model, weights or {}):
-                begun.generators.set()
-                yield
-        finally:
-            torch.clear_autocast_cache()
-            put_back_all(attributes)
-            for module, tensors in held:  # a forward pass may replace them
-                module._buffers.update(tensors)
-            for parameter, gradient in zip(self.model.parameters(), kept, strict=True):
-                parameter.grad = gradient
-            self.buffers.restore_(saved, closed)
-            now.set()
+            try:
+                with without_communication(self.outer), with_weights(self.model, weights or {}):
+                    begun.generators.set()
+                    yield
+            finally:
+                torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager
-def apart(model: nn.Module) -> Generator[None]:
-    """A context in which ranks of DDP do not communicate: every one runs for itself."""
+def without_communication(model: nn.Module) -> Generator[None]:
+    """A context in which ranks of DDP do not communicate."""
     with contextlib.ExitStack() as stack:
         for wrapper in wrappers(model):
             stack.enter_context(wrapper.no_sync())

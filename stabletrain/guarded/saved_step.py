@@ -1,9 +1,9 @@
 """A step of a user's loop on disk, and its replay in another process.
 
 The batch is always saved. The step can be replayed if its closures can be imported, and find the model in a global
-variable of their module: then the weights are saved as well. `why_not_replayable` says what is missing.
+variable of their module. Then the weights are saved as well. Otherwise `why_not_replayable` gives the reason.
 
-    scene.json            names of closures and model, generators, the step's reading
+    step.json            names of closures and model, generators, the step's reading
     batch.safetensors     the tensors of the batches, and the generators' states
     state.safetensors     parameters and buffers from before the step
 """
@@ -28,8 +28,8 @@ from stabletrain.forensics import repro as files
 from stabletrain.forensics.replay import Outcome, compare
 from stabletrain.forensics.user_code import hash_of
 from stabletrain.guarded.agreement import innermost
-from stabletrain.guarded.part import Part, named_tensors
-from stabletrain.guarded.rerun import Begun, Generators, Rerun
+from stabletrain.guarded.micro_batch import MicroBatch, named_tensors
+from stabletrain.guarded.rerun import BegunStep, Generators, Rerun
 from stabletrain.guarded.scaling import scaling
 from stabletrain.records import Reading
 from stabletrain.stored import trusted
@@ -43,13 +43,13 @@ def why_not_replayable(rerun: Rerun, *, sharded: bool, keep_state: bool) -> str:
         return "the weights are sharded across ranks"
     if not keep_state:
         return "Guard(keep_state=False) does not save the weights"
-    for part in rerun.begun.parts:
-        if why := getattr(part.closure, "not_replayable", "") or why_not_importable(part.closure):
+    for closure in (each.closure for each in rerun.begun.micro_batches):
+        if why := getattr(closure, "not_replayable", "") or why_not_importable(closure):
             return why
-        if not name_of_model(part.closure, rerun.model):
-            return f"the model is not a global variable of the module '{part.closure.__module__}', where the closure is"
+        if not name_of_model(closure, rerun.model):
+            return f"the model is not a global variable of the module '{closure.__module__}', where the closure is"
     try:
-        flatten([part.batch for part in rerun.begun.parts])
+        flatten([each.batch for each in rerun.begun.micro_batches])
     except TypeError as error:
         return f"the batch cannot be saved: {error}"
     return ""
@@ -72,7 +72,7 @@ def name_of_model(closure: Callable[..., Any], model: nn.Module) -> str:
     return next((name for name, v in values.items() if isinstance(v, nn.Module) and innermost(v) is model), "")
 
 
-def save_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool, comparable: bool) -> None:
+def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool, comparable: bool) -> None:
     """Writes a step into its incident's folder.
 
     Args:
@@ -85,7 +85,9 @@ def save_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool, comp
     begun = rerun.begun
     folder.mkdir(parents=True, exist_ok=True)
     if not whole:
-        tensors = {f"{i}/{name}": t for i, part in enumerate(begun.parts) for name, t in named_tensors(part.batch)}
+        tensors = {
+            f"{i}/{name}": t for i, each in enumerate(begun.micro_batches) for name, t in named_tensors(each.batch)
+        }
         files.write(folder / files.BATCH, to_host(tensors))
         return
     generators = begun.generators
@@ -101,7 +103,7 @@ def save_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool, comp
         "parameters": dict(model.named_parameters()),
         "buffers": dict(zip([name for name, _ in model.named_buffers()], begun.buffers.tensors(), strict=True)),
     }
-    closures = [closure_record(part.closure, rerun.model) for part in begun.parts]
+    closures = [closure_record(each.closure, rerun.model) for each in begun.micro_batches]
     trusted.remember(closures)
     skeleton: dict[str, Any] = flatten(
         {
@@ -116,11 +118,11 @@ def save_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool, comp
             "threads": torch.get_num_threads(),
         }
     )[1]
-    for file, tree in ((files.BATCH, {"batches": [part.batch for part in begun.parts], "generators": drawn}),
+    for file, tree in ((files.BATCH, {"batches": [each.batch for each in begun.micro_batches], "generators": drawn}),
                        (files.STATE, state)):  # fmt: skip
         tensors, skeleton[file] = flatten(to_host(tree))
         skeleton[f"{file} sha256"] = files.write(folder / file, tensors)
-    (folder / files.SCENE).write_text(json.dumps(skeleton, allow_nan=False))
+    (folder / files.STEP).write_text(json.dumps(skeleton, allow_nan=False))
 
 
 def closure_record(closure: Callable[..., Any], model: nn.Module) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def closure_record(closure: Callable[..., Any], model: nn.Module) -> dict[str, A
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedStep:
     """A step that was replayed from its folder.
 
     Attributes:
@@ -151,53 +153,52 @@ class Replayed:
     changed: list[str]
 
 
-def is_saved_step(folder: Path) -> bool:
+def holds_loop_step(folder: Path) -> bool:
     """Returns whether a folder holds a step of a user's loop that can be replayed."""
-    return (folder / files.SCENE).exists() and "closures" in files.read(folder)
+    return (folder / files.STEP).exists() and "closures" in files.read(folder)
 
 
-def replay_step(folder: Path) -> Replayed:
+def replay_loop_step(folder: Path) -> ReplayedStep:
     """Replays a step of a user's loop from its folder: imports the closures, and loads weights and generators.
 
     Raises:
         ConfigError: a file is missing or damaged, or a closure or its model is not there any more.
     """
-    scene = files.read(folder)
-    kept = files.tensors_of(folder, files.BATCH, scene)
+    saved = files.read(folder)
+    kept = files.tensors_of(folder, files.BATCH, saved)
     try:
-        reading = files.reading_of(unflatten(scene["reading"], {}))
-        batches, _ = kept["batches"], generators_of(kept["generators"], torch.device(scene["device"]))
-        check_type(scene["closures"], list[files.Closure], "closures")
-        if not len(scene["closures"]) == len(batches) > 0:
-            raise ValueError(f"{len(batches)} batches of {len(scene['closures'])} closures")
-        _ = [scene[key] for key in ("loss_scale", "precision", "comparable")]
-        torch.set_num_threads(scene["threads"])
+        reading = files.checked_reading(unflatten(saved["reading"], {}))
+        batches, _ = kept["batches"], generators_of(kept["generators"], torch.device(saved["device"]))
+        check_type(saved["closures"], list[files.ClosureRecord], "closures")
+        if not len(saved["closures"]) == len(batches) > 0:
+            raise ValueError(f"{len(batches)} batches of {len(saved['closures'])} closures")
+        _ = [saved[key] for key in ("loss_scale", "precision", "comparable")]
+        torch.set_num_threads(saved["threads"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DamagedFile(f"{folder / files.SCENE} is damaged ({type(error).__name__}: {error})") from error
-    records = scene["closures"]
-    trusted.check_trusted(records, f"the module {records[0]['module']}", folder / files.SCENE)
-    closures = [imported(record, folder) for record in records]
+        raise DamagedFile(f"{folder / files.STEP} is damaged ({type(error).__name__}: {error})") from error
+    records = saved["closures"]
+    trusted.check_trusted(records, f"the module {records[0]['module']}", folder / files.STEP)
+    closures = [import_closure(record, folder) for record in records]
     outer = closures[0][1]
-    model, device = innermost(outer), torch.device(scene["device"])
-    state = files.tensors_of(folder, files.STATE, scene)
+    model, device = innermost(outer), torch.device(saved["device"])
+    state = files.tensors_of(folder, files.STATE, saved)
     files.put_(dict(model.named_parameters()), state["parameters"], folder, True)
     files.put_(dict(model.named_buffers()), state["buffers"], folder, True)
     batches = to_device(kept["batches"], next(model.parameters()).device)
-    parts = [Part(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
-    buffers = buffers_of(model)
-    begun = Begun(generators_of(kept["generators"], device), buffers.save(), parts)
+    micro_batches = [MicroBatch(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
+    begun = BegunStep(generators_of(kept["generators"], device), buffers_of(model).save(), micro_batches)
     parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    chosen = scaling(scene["precision"] or None, None, device)
+    chosen = scaling(saved["precision"] or None, None, device)
     began = time.monotonic()
-    found = Rerun(model, outer, parameters, buffers, chosen, begun, scene["loss_scale"]).run()
-    equal = compare(found.loss, found.grad_norm, reading, None, scene["comparable"])
+    found = Rerun(model, outer, parameters, chosen, begun, saved["loss_scale"]).run()
+    equal = compare(found.loss, found.grad_norm, reading, None, saved["comparable"])
     finite = bool(torch.isfinite(torch.tensor([found.loss, found.grad_norm])).all())
     outcome = Outcome(finite, found.loss, found.grad_norm, equal, None, time.monotonic() - began)
     known = {record["file"]: record["sha256"] for record in records}
-    return Replayed(reading, outcome, [file for file, digest in known.items() if hash_of(file) != digest])
+    return ReplayedStep(reading, outcome, [file for file, digest in known.items() if hash_of(file) != digest])
 
 
-def imported(record: Mapping[str, Any], folder: Path) -> tuple[Callable[..., Any], nn.Module]:
+def import_closure(record: Mapping[str, Any], folder: Path) -> tuple[Callable[..., Any], nn.Module]:
     """Imports a closure and its model.
 
     Raises:

@@ -1,6 +1,7 @@
-"""The loss scale of a user's loop: none, this project's own (`precision="fp16"`), or a `torch.amp.GradScaler`."""
+"""The loss scale of a user's loop: none, this project's own (`precision="fp16"`), or a `torch.amp.GradScaler`, which
+`Guard` or the loop itself uses.
+"""
 
-import math
 from contextlib import AbstractContextManager
 
 import torch
@@ -76,7 +77,7 @@ class Scaling:
             self.load_state_dict(saved)
 
     def unscaled_again(self, optimizer: Optimizer) -> None:
-        """Tells that the gradients at hand are unscaled, for an update that is applied once more."""
+        """Notes that the gradients are unscaled already, for an update that is applied once more."""
 
     def state_dict(self) -> dict:
         """Returns the loss scale, for a checkpoint."""
@@ -91,15 +92,15 @@ class TorchScaling(Scaling):
     """The user's own `torch.amp.GradScaler`. Its state is the user's to save.
 
     Attributes:
-        together: whether several ranks train together: each then adjusts its scaler by the verdict they share.
+        several_ranks: whether several ranks train together: each then adjusts its scaler by the verdict they share.
     """
 
     autocasts = False
 
-    def __init__(self, scaler: GradScaler, device: torch.device, together: bool) -> None:
+    def __init__(self, scaler: GradScaler, device: torch.device, several_ranks: bool) -> None:
         super().__init__(modes.fp32(device), "fp16" if scaler.is_enabled() else "")
-        self._scaler, self._together, self._one = scaler, together, torch.ones((), device=device)
-        self._noted: dict | None = None  # what the scaler knew of the gradients before its last update
+        self._scaler, self._several_ranks, self._one = scaler, several_ranks, torch.ones((), device=device)
+        self._noted: dict | None = None  # the scaler's notes on the gradients, from before its last update
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss times the scaler's scale."""
@@ -115,11 +116,8 @@ class TorchScaling(Scaling):
         return self._scaler.scale(self._one) if self._scaler.is_enabled() else 1.0
 
     def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
-        """Returns whether the loss is finite, the gradients are not, and the scale is above `FLOOR`."""
-        if not self._scaler.is_enabled():
-            return False
-        finite_loss, finite_norm = (torch.stack([terms.total, norms.total]).abs() < math.inf).unbind()
-        return finite_loss & ~finite_norm & (self.loss_scale() > FLOOR)
+        """Returns whether the gradients overflowed above `FLOOR`; False without a scale."""
+        return overflows(self.loss_scale(), terms, norms)
 
     def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
         """Runs the optimizer's step through the scaler if it is applied, and adjusts the scaler.
@@ -131,9 +129,9 @@ class TorchScaling(Scaling):
             self._noted = {**scaler._per_optimizer_states[id(optimizer)]} if scaler.is_enabled() else None
             scaler.step(optimizer)
             scaler.update()
-        elif overflow and not self._together:
+        elif overflow and not self._several_ranks:
             scaler.update()
-        else:  # given a scale, the scaler only forgets what it has noted of this step
+        else:  # given a scale, the scaler only forgets its notes on this step
             scaler.update(new_scale=scaler.get_scale() * (scaler.get_backoff_factor() if overflow else 1.0))
 
     def saved(self) -> dict:
@@ -146,7 +144,7 @@ class TorchScaling(Scaling):
             self._scaler.load_state_dict(saved)
 
     def unscaled_again(self, optimizer: Optimizer) -> None:
-        """Tells the scaler so: it has forgotten it with its own update, and would divide them again."""
+        """Gives the scaler its notes back: it has dropped them with its own update, and would divide again."""
         if self._noted is not None:
             self._scaler._per_optimizer_states[id(optimizer)] = {**self._noted}
 
@@ -155,8 +153,54 @@ class TorchScaling(Scaling):
         return {}
 
 
+class LoopScaling(Scaling):
+    """The loss scale of a loop that scales and unscales by itself.
+
+    A fused optimizer may be given gradients that are still scaled, with `grad_scale` and `found_inf`.
+
+    Args:
+        precision, name: see `Scaling`.
+        optimizer, scaler: where the scale is found.
+    """
+
+    autocasts = False
+
+    def __init__(self, precision: Precision, name: str, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+        super().__init__(precision, name)
+        self._optimizer, self._scaler = optimizer, scaler
+        self._one = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)
+
+    def unscale_(self, optimizer: Optimizer, found: list[Tensor]) -> None:
+        """Divides gradients that are still scaled, in place, so that the optimizer need not."""
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:
+            torch._foreach_div_(found, scale)
+            optimizer.grad_scale = None  # ty: ignore[missing-attribute]
+
+    def loss_scale(self) -> Number:
+        """Returns the loop's loss scale, without a host read."""
+        scale = getattr(self._optimizer, "grad_scale", None)
+        if scale is not None:
+            return scale.clone()
+        return self._scaler.scale(self._one) if self._scaler is not None and self._scaler.is_enabled() else 1.0
+
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
+        """Returns whether the scaled gradients overflowed above `FLOOR`; False without a scale."""
+        return overflows(self.loss_scale(), terms, norms)
+
+    def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
+        """Does nothing: the loop runs the optimizer's step and updates its scaler."""
+
+
+def overflows(scale: Number, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
+    """Returns whether the loss is finite, the gradients are not, and the scale is above `FLOOR`."""
+    if not isinstance(scale, Tensor):
+        return False
+    return torch.isfinite(terms.total) & ~torch.isfinite(norms.total) & (scale > FLOOR)
+
+
 def scaling(
-    precision: str | None, scaler: GradScaler | None, device: torch.device, *, together: bool = False
+    precision: str | None, scaler: GradScaler | None, device: torch.device, *, several_ranks: bool = False
 ) -> Scaling:
     """Returns the scaling that `Guard`'s arguments ask for.
 
@@ -169,7 +213,7 @@ def scaling(
                 f"Guard(precision={precision!r}, scaler=...): with a GradScaler, the closure uses torch.autocast "
                 "itself; leave precision out, or leave scaler out and let precision='fp16' scale the loss"
             )
-        return TorchScaling(scaler, device, together)
+        return TorchScaling(scaler, device, several_ranks)
     if precision not in (None, *PRECISIONS):
         raise ConfigError(f"Guard(precision={precision!r}) is not one of {', '.join(PRECISIONS)}, or None")
     if precision == "fp16":

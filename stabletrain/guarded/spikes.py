@@ -1,4 +1,4 @@
-"""What counts as a spike in a loop of which nothing is known.
+"""Decides what counts as a spike in a loop about which nothing is known.
 
 The limits are those of `stability/guard/limits.py`. One thing differs: a loss alone is no spike. In a language model, a
 loss far above its recent values is one. In other loops a loss may be negative (densities, Boltzmann machines), may be
@@ -17,7 +17,7 @@ from stabletrain.records import GradNorms, LossTerms, StepChecks
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.guard.limits import LARGEST
 
-WITH_LOSS = 0.5
+NORM_SHARE = 0.5
 """Share of its limit that the gradient norm must exceed for a high loss to be a spike."""
 
 
@@ -28,10 +28,10 @@ def bounds(policy: SkipGuard) -> tuple[float, float]:
 
 
 def gate(policy: SkipGuard, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
-    """Returns whether the step is finite, no spike, and the state what the last update left; 0-d, on the device."""
+    """Returns whether the step is finite and no spike, and the state is unchanged; 0-d, on the device."""
     loss_limit, norm_limit = bounds(policy)
     values = [terms.total.abs(), norms.total, terms.total, norms.total]
-    limits = [LARGEST, norm_limit, loss_limit, WITH_LOSS * norm_limit]
+    limits = [LARGEST, norm_limit, loss_limit, NORM_SHARE * norm_limit]
     if isinstance(checks.buffers, Tensor):
         values, limits = [*values, checks.buffers], [*limits, LARGEST]
     if isinstance(checks.state_changed, Tensor):

@@ -84,14 +84,14 @@ class States(NoStates):
         self._state, self._policy, self._loader = TrainState(model, optimizer), policy, loader
         self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
         self._snapshots = Snapshots()
-        self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is put back
+        self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is restored
         self._positions: dict[int, Any] = {}
         self._lengths: dict[int, list[Tensor]] = {}
-        self._read: dict[int, int] = {}  # by snapshot: steps' batches that the loop had read or passed over
+        self._read: dict[int, int] = {}  # by snapshot: number of steps whose batches the loop had read or passed over
         self._passed, self._first, self._groups = 0, -1, len(optimizer.param_groups)
 
     def before_first_update(self, step: int) -> None:
-        """Takes the first snapshot, before the first step that is judged, or anew if the parameter groups changed.
+        """Takes the first snapshot, before the first judged step, and a new one if the parameter groups changed.
 
         `step` is the number of steps done.
         """
@@ -105,7 +105,7 @@ class States(NoStates):
             self._take(step)
 
     def _choose_memory(self) -> None:
-        """Compares, once, the memory for snapshots with what the host has free; says so if it has too little."""
+        """Compares, once, the memory for snapshots with the host's free memory; warns if that is too little."""
         if self._chosen:
             return
         self._chosen, ranks = True, current_ranks()
@@ -205,7 +205,7 @@ class States(NoStates):
     def _newest_intact(self, target: int) -> Tree | None:
         """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; or None."""
         while (tree := self._snapshots.newest(target)) is not None:
-            restore(tree, self._state, {})  # over a state that is given up in any case
+            restore(tree, self._state, {})  # the present state is lost in any case
             intact = self._policy.state_check.restored(self._state, self._references.get(tree["step"]))
             if intact and state_is_finite(self._state.model, self._state.optimizer):
                 return tree

@@ -15,21 +15,19 @@ from torch.optim import Optimizer
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.forensics.diagnosis.evidence import LargestInput
 from stabletrain.forensics.probes.attention_scores import Scores
-from stabletrain.forensics.probes.fp8_casts import Fp8Casts
-from stabletrain.forensics.probes.samples import Culprits, search
+from stabletrain.forensics.probes.samples import Culprits, find_by_bisection
 from stabletrain.forensics.probes.state import staleness
-from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import VARIANTS, NotPossible, Outcome, compare
+from stabletrain.forensics.replay import NotPossible, Outcome, compare
 from stabletrain.forensics.repro import is_compiled
-from stabletrain.forensics.subject import ONLY_THE_UPDATE
+from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
-from stabletrain.guarded.part import Part, named_tensors
-from stabletrain.guarded.rerun import Pass, Rerun
-from stabletrain.guarded.rounds import Rounds, SharedRounds
-from stabletrain.guarded.samples import BatchTrials, bad_samples, largest_input, place, without_bad_values
-from stabletrain.guarded.saved_step import save_step, why_not_replayable
+from stabletrain.guarded.micro_batch import MicroBatch, named_tensors
+from stabletrain.guarded.rerun import Rerun, RerunResult
+from stabletrain.guarded.samples import BatchTrials, bad_samples, largest_input, place_of, without_bad_values
+from stabletrain.guarded.saved_step import save_loop_step, why_not_replayable
+from stabletrain.guarded.shared_reruns import Reruns, SharedReruns
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.records import RankPart, Reading
 from stabletrain.stability.guard.recheck import Finding
@@ -38,7 +36,7 @@ NO_BATCH = "the closure takes no batch: let it take one, and pass it as guard.st
 
 
 @dataclass
-class LoopSubject:
+class LoopSubject(Subject):
     """A step of a user's loop.
 
     Attributes:
@@ -56,10 +54,10 @@ class LoopSubject:
     """
 
     rerun: Rerun
-    reading: Reading
+    reading: Reading  # ty: ignore[incompatible-mutable-override]  always known here
     step: int
     changes: Sequence[tuple[str, str, str]] = ()
-    usual: Sequence[Part] = ()
+    usual: Sequence[MicroBatch] = ()
     older_state: Callable[[], Tree | None] = lambda: None
     part: RankPart | None = None
     recheck: Finding | None = None
@@ -69,28 +67,23 @@ class LoopSubject:
     keep_state: bool = True
     frames: int = 0
     gap: str = ""
-    rounds: Rounds = field(init=False)
+    reruns: Reruns = field(init=False)
     _nothing_began_here: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.rounds = SharedRounds(lambda wish: self._take_part(*wish)) if self.sharded else Rounds()
+        self.reruns = SharedReruns(lambda request: self._join(*request)) if self.sharded else Reruns()
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> nn.Module:  # ty: ignore[incompatible-property-override]  only read
         """The user's model, without wrappers. Raises NotPossible if its weights are sharded."""
         if self.sharded:
             raise NotPossible("the weights are sharded: they were not compared")
         return self.rerun.model
 
     @property
-    def buffers(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:  # ty: ignore[incompatible-property-override]  only read
         """The buffers' values from before the step."""
         return self.rerun.begun.buffers.tensors()
-
-    @property
-    def variants(self) -> Sequence[str]:
-        """See `Subject`."""
-        return [*VARIANTS]
 
     def older(self) -> Tree | None:
         """See `Subject`."""
@@ -99,22 +92,22 @@ class LoopSubject:
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """See `Subject`."""
         del classes
-        parts = self.rerun.begun.parts
-        found = bad_samples(parts, self.usual)
+        micro_batches = self.rerun.begun.micro_batches
+        found = bad_samples(micro_batches, self.usual)
         if found and math.isfinite(self.reading.loss + self.reading.grad_norm + self.reading.buffers):
             return []  # the model does not read these values
-        if not all(part.takes_batch for part in parts):
+        if not all(each.takes_batch for each in micro_batches):
             return found  # the step cannot be run without these values
         try:
             again = self._run("cleaned") if found else None
         except Exception:  # the user's code may raise anything
             again = None
-        # Values that stand for what is missing are no fault: then the step fails without them, too.
+        # If the step fails without these values too, they only mark missing data, and the fault is another.
         return [] if again is not None and not math.isfinite(again.loss + again.grad_norm) else found
 
     def identify(self, index: int) -> Mapping[str, Any]:
         """Returns the sample's micro-batch and row, if the step had several micro-batches."""
-        return place(index, self.rerun.begun.parts)
+        return place_of(index, self.rerun.begun.micro_batches)
 
     def replay(self, variant: str) -> Outcome:
         """See `Subject`."""
@@ -132,13 +125,13 @@ class LoopSubject:
         equal = None
         if variant == "same":
             equal = compare(found.loss, found.grad_norm, self.reading, self.part, self.comparable)
-        finite = math.isfinite(found.loss) and (math.isfinite(found.grad_norm) or self._spoilt_by_another)
+        finite = math.isfinite(found.loss) and (math.isfinite(found.grad_norm) or self._made_bad_by_another_rank)
         zeros = zero_share(found.gradients)
         return Outcome(finite, found.loss, found.grad_norm, equal, zeros, time.monotonic() - began)
 
     @property
-    def _spoilt_by_another(self) -> bool:
-        """Whether the gradients that this rank sees, which are sums over the ranks, were spoilt by another rank."""
+    def _made_bad_by_another_rank(self) -> bool:
+        """Whether another rank made the gradients bad that this rank sees: they are sums over the ranks."""
         return self.sharded and self._nothing_began_here
 
     @property
@@ -159,12 +152,11 @@ class LoopSubject:
         """See `Subject`."""
         if self.sharded:
             raise NotPossible("single samples are not tried while the weights are sharded")
-        if not all(part.takes_batch for part in self.rerun.begun.parts):
+        if not all(each.takes_batch for each in self.rerun.begun.micro_batches):
             raise NotPossible(NO_BATCH)
-        if not self.rerun.begun.parts:
+        if not self.rerun.begun.micro_batches:
             raise NotPossible(self.gap)
-        trials = BatchTrials(self.rerun, self.usual, self.deadline)
-        return search(trials.samples, trials)
+        return find_by_bisection(BatchTrials(self.rerun, self.usual, self.deadline))
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns the largest attention logit."""
@@ -176,75 +168,60 @@ class LoopSubject:
 
     def largest_input(self) -> LargestInput | None:
         """See `Subject`."""
-        return largest_input(self.rerun.begun.parts, self.usual)
+        return largest_input(self.rerun.begun.micro_batches, self.usual)
 
     def staleness(self, optimizer: Optimizer) -> float:
         """See `Subject`."""
         found = dict(zip(map(id, self.rerun.parameters), self._run("same").gradients, strict=True))
         return staleness(self.model, [found.get(id(p)) for p in self.model.parameters()], optimizer)
 
-    def underflow(self) -> Underflow | None:
-        """Returns None: no monitor looks for vanishing gradients in a user's loop."""
-        return None
-
-    def fp8_casts(self) -> Fp8Casts | None:
-        """Returns None: casts to fp8 are not looked into."""
-        return None
-
-    @property
-    def can_update(self) -> bool:
-        """See `Subject`."""
-        return self.update is not None
-
-    def update_fault(self) -> UpdateFault | None:
-        """See `Subject`."""
-        return None if self.update is None else self.update()
-
     def save(self, folder: Path) -> None:
         """Writes the batch; and the weights, if the step can be replayed from the folder."""
         whole = not self.why_not_replayable()
-        save_step(folder, self.rerun, self.reading, whole=whole, comparable=self.comparable)
+        save_loop_step(folder, self.rerun, self.reading, whole=whole, comparable=self.comparable)
 
     def why_not_replayable(self) -> str:
         """Returns why `stabletrain replay` cannot run the step from its folder; empty if it can."""
-        if self.can_update:
-            return ONLY_THE_UPDATE
-        return why_not_replayable(self.rerun, sharded=self.sharded, keep_state=self.keep_state)
+        saved = super().why_not_replayable()
+        return saved or why_not_replayable(self.rerun, sharded=self.sharded, keep_state=self.keep_state)
 
     # ---- reruns
 
-    def _run(self, variant: str, watched_by: Any = None, *, backward: bool = True) -> Pass:
+    def _run(self, variant: str, watched_by: Any = None, *, backward: bool = True) -> RerunResult:
         """Runs the step as one of `VARIANTS`."""
-        if not self.rerun.begun.parts:
+        if not self.rerun.begun.micro_batches:
             raise NotPossible(self.gap or "nothing was recorded of the step")
-        parts = self._other_batches() if variant == "fresh_batch" else None
+        micro_batches = self._other_batches() if variant == "fresh_batch" else None
         if variant == "cleaned":
-            parts = without_bad_values(self.rerun.begun.parts)
+            micro_batches = without_bad_values(self.rerun.begun.micro_batches)
         weights = self._older_weights() if variant == "older_state" else None
 
-        def work() -> Pass:
+        def work() -> RerunResult:
             return self.rerun.run(
-                parts, true_fp32=variant == "fp32", weights=weights, backward=backward, watched_by=watched_by
+                micro_batches, true_fp32=variant == "fp32", weights=weights, backward=backward, watched_by=watched_by
             )
 
-        return self.rounds.run((variant, backward), work)
+        return self.reruns.run((variant, backward), work)
 
-    def _take_part(self, variant: str, backward: bool) -> None:
-        """Runs what another rank wants, on this rank's micro-batches."""
+    def _join(self, variant: str, backward: bool) -> None:
+        """Joins a rerun that another rank requested, with this rank's micro-batches."""
         weights = self._older_weights() if variant == "older_state" else None
         self.rerun.run(true_fp32=variant == "fp32", weights=weights, backward=backward)
 
-    def _other_batches(self) -> list[Part]:
+    def _other_batches(self) -> list[MicroBatch]:
         """Returns this step's closures with the batches of the last step that was applied."""
-        parts = self.rerun.begun.parts
-        if not all(part.takes_batch for part in parts):
+        micro_batches = self.rerun.begun.micro_batches
+        if not all(each.takes_batch for each in micro_batches):
             raise NotPossible(NO_BATCH)
         if not self.usual:
             raise NotPossible("no step was applied before, so there is no other batch")
-        memory = [{t.data_ptr() for part in each for _, t in named_tensors(part.batch)} for each in (parts, self.usual)]
+        memory = [
+            {tensor.data_ptr() for each in step for _, tensor in named_tensors(each.batch)}
+            for step in (micro_batches, self.usual)
+        ]
         if memory[0] & memory[1]:
             raise NotPossible("the loop reuses the memory of a batch, so there is no other batch")
-        return [Part(part.closure, self.usual[i % len(self.usual)].batch) for i, part in enumerate(parts)]
+        return [MicroBatch(each.closure, self.usual[i % len(self.usual)].batch) for i, each in enumerate(micro_batches)]
 
     def _older_weights(self) -> Mapping[str, Any]:
         tree = self.older_state()

@@ -4,8 +4,7 @@ The model of the checkpoint is built a second time from the settings it was trai
 in evaluation mode, so no buffer, no weight and no random number of the run changes.
 """
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.config.make import make
 from stabletrain.machine.determinism import rng_restored
+from stabletrain.machine.untouched import evaluating
 from stabletrain.protocols import Objective
 from stabletrain.records import Batch, reads_rows
 from stabletrain.stability.qkclip import LogitMeter
@@ -80,18 +80,6 @@ def loss_on(subject: Subject, batch: Batch) -> float:
         clean = batch.having(inputs, targets)
         n_valid = torch.full((), max(1, clean.count_targets()), device=inputs.device)
         return float(subject.objective(outputs, clean, n_valid).total)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
-    """A context in which a model is in evaluation mode; afterwards each module is back in its previous mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def near_identity(names: list[str], live: nn.Module, before: Subject, batch: Batch) -> dict[str, Tensor]:

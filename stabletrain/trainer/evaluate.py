@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stabletrain.machine.untouched import evaluating
 from stabletrain.protocols import Objective, Parallel, Precision, Sanitizer
 from stabletrain.records import Batch
 
@@ -34,12 +35,11 @@ def evaluate(
         `val/loss` and the objective's other metrics, such as `val/accuracy`, in [0, 1]. NaN if no target is valid.
         `val/bad_batches` is the number of batches with bad data, present only if there are any.
     """
-    modes, device = [(module, module.training) for module in model.modules()], next(model.parameters()).device
-    model.eval()
+    device = next(model.parameters()).device
     # Summed on the device, and read once at the end.
     sums: dict[str, Tensor] = {}
     spoilt, no = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.bool, device=device)
-    try:
+    with evaluating(model):
         for batch in batches:
             inputs, _, bad_inputs = sanitizer.inputs(batch.inputs)
             bad_inputs = bad_inputs | no  # a tensor, also where nothing was checked
@@ -54,10 +54,6 @@ def evaluate(
             for name, value in objective.sums(outputs, batch.having(inputs, targets)).items():
                 counted = torch.zeros_like(value) if skipped else torch.where(bad, 0.0, value)
                 sums[name] = sums[name] + counted if name in sums else counted
-    finally:
-        model.train(modes[0][1])
-        for module, training in modes:  # some may always be in evaluation mode, such as a frozen BatchNorm
-            module.training = training
     shapes = {name: value.shape for name, value in sums.items()}
     flat = torch.cat([value.flatten() for value in (spoilt, *sums.values())])
     total, *parts = np.split(

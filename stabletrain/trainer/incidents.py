@@ -10,8 +10,8 @@ from torch import nn
 
 from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.agreement import NotInvestigated
-from stabletrain.forensics.handler import IncidentSummary
-from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
+from stabletrain.forensics.handler import IncidentRequest, IncidentSummary
+from stabletrain.forensics.probes.samples import MAX_LISTED, bad_samples, describe
 from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.replay import same_bits
@@ -75,7 +75,7 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
             mine = bad_samples(
                 transformed(executed.batch, run.device), run.tools.sanitizer.vocab_size, executed.classes
             )
-        bad = run.parallel.gather_samples(mine, len(executed.batch))[:MOST]
+        bad = run.parallel.gather_samples(mine, len(executed.batch))[:MAX_LISTED]
         reason, samples = describe(bad), {"samples": bad}
     if guard.kind == "state":
         samples = {"tensors": changed_tensors(run.state.model, guard.state_check, run.parallel)}
@@ -204,15 +204,14 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
         run.state.model, lambda: run.saved.snapshots.newest(reading.step - 2), run.forensics.model_factory
     )
     try:
-        filed = run.forensics.handler.handle(
-            lambda: make_repro(run, executed, reading),
+        request = IncidentRequest(
             kind,
-            states=states,
-            classes=executed.classes,
             optimizer=run.state.optimizer if run.parallel.has_whole_moments else None,
             limits=run.tools.guard.bounds,
+            classes=executed.classes,
             tick=run.state.executed_steps,
         )
+        filed = run.forensics.handler.handle(request, lambda: make_repro(run, executed, reading), states)
     except NotInvestigated as error:
         tracker.event("not_investigated", reading.step, tick=run.state.executed_steps, kind=kind, reason=str(error))
         tracker.note(f"step {reading.step}: this incident is not investigated: {error}")

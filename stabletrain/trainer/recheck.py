@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
-from stabletrain.forensics.repro import at_scale, copy_of_model
+from stabletrain.forensics.repro import copy_of_model, with_loss_scale
 from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
@@ -65,7 +65,7 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
     part, device = recheck.differing_part(reading), run.device
 
     def third(compared: Compared) -> str:
-        tools = replace(run.tools, precision=at_scale(run.tools.precision, reading.loss_scale))
+        tools = replace(run.tools, precision=with_loss_scale(run.tools.precision, reading.loss_scale))
         micro_batches = executed.micro_batches(device, run.plan.grad_accum_steps)
         return third_equals(run.state.model, tools, executed.saved_buffers, micro_batches, compared)
 

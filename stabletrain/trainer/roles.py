@@ -1,6 +1,5 @@
 """The roles that the training loop calls. Each has an implementation that does nothing, so "off" needs no branch."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +12,7 @@ from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.forecast.prediction import Prediction
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.handler import IncidentSummary
+from stabletrain.forensics.handler import IncidentRequest, IncidentSummary
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.monitors.probe import Forward, Loss, Metrics
@@ -121,15 +120,7 @@ class IncidentHandler(Protocol):
 
     def open(self, folder: Path, setting: RunSettings) -> None: ...
     def handle(
-        self,
-        make: Callable[[], Repro],
-        kind: str,
-        *,
-        states: WholeState,
-        classes: int | None,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float] = (math.inf, math.inf),
-        tick: int | None = None,
+        self, request: IncidentRequest, make_repro: Callable[[], Repro], states: WholeState
     ) -> IncidentSummary | None: ...
 
 

@@ -49,12 +49,12 @@ def incident(request, tmp_path_factory):
     ],
 )
 def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, key, value):
-    whole = json.loads(next((ROOT / "tests" / "fixtures" / "incident").rglob("scene.json")).read_text())["about"][
+    whole = json.loads(next((ROOT / "tests" / "fixtures" / "incident").rglob("step.json")).read_text())["about"][
         "config"
     ]
     recorded_config(tmp_path, whole)
     for damaged in ({**whole, key: value}, {name: each for name, each in whole.items() if name != key}):
-        with pytest.raises(DamagedFile, match="scene.json is damaged: its configuration: "):
+        with pytest.raises(DamagedFile, match="step.json is damaged: its configuration: "):
             recorded_config(tmp_path, damaged)
 
 
@@ -84,9 +84,9 @@ def test_an_incident_is_reproduced_bit_for_bit_from_its_folder_alone(incident, c
 
 def test_a_replay_that_is_not_bitwise_equal_says_so(incident, tmp_path, capsys):
     folder = shutil.copytree(incident[1], tmp_path / "changed")
-    repro = json.loads((folder / "scene.json").read_text())
+    repro = json.loads((folder / "step.json").read_text())
     repro["reading"]["loss"] += 1e-6
-    (folder / "scene.json").write_text(json.dumps(repro))
+    (folder / "step.json").write_text(json.dumps(repro))
     assert replayed(capsys, folder)["same_bits"] is False
     assert main(["replay", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("not bitwise equal")
@@ -144,7 +144,7 @@ def test_what_cannot_be_tried_is_refused_with_the_reason(incident, capsys, overr
 def test_a_folder_that_cannot_be_replayed_says_why(incident, tmp_path, capsys):
     assert "is not a folder" in refused(capsys, "replay", tmp_path / "nowhere")
     assert "holds no incident" in refused(capsys, "replay", tmp_path)
-    unkept = shutil.copytree(incident[1], tmp_path / "unkept", ignore=shutil.ignore_patterns("scene.json"))
+    unkept = shutil.copytree(incident[1], tmp_path / "unkept", ignore=shutil.ignore_patterns("step.json"))
     assert "forensics.keep_state=true" in refused(capsys, "replay", unkept)
     damaged = shutil.copytree(incident[1], tmp_path / "damaged")
     content = bytearray((damaged / "state.safetensors").read_bytes())

@@ -100,10 +100,10 @@ def tamper(run, kind, mark, place):
 
     file = run / ".hydra" / "config.yaml"
     file.write_text(yaml.safe_dump(spoilt(OmegaConf.to_container(OmegaConf.load(file), resolve=True))))
-    for file in run.glob("incidents/*/scene.json"):
-        scene = json.loads(file.read_text())
-        scene["about"]["config"] = spoilt(scene["about"]["config"])
-        file.write_text(json.dumps(scene))
+    for file in run.glob("incidents/*/step.json"):
+        step = json.loads(file.read_text())
+        step["about"]["config"] = spoilt(step["about"]["config"])
+        file.write_text(json.dumps(step))
     file = run / "exported" / "config.json"
     file.write_text(json.dumps(spoilt(json.loads(file.read_text()))))
     record = json.loads((run / "run.json").read_text())
@@ -237,10 +237,10 @@ def test_a_text_that_becomes_a_target_is_refused(run, tmp_path, monkeypatch, cap
     config = OmegaConf.to_container(OmegaConf.load(file))
     config["model"]["mlp"] = text
     file.write_text(yaml.safe_dump(config))
-    incident, exported = next(run.glob("incidents/*/scene.json")), run / "exported" / "config.json"
-    scene, group = json.loads(incident.read_text()), json.loads(exported.read_text())
-    scene["about"]["config"]["model"]["mlp"] = group["model"]["mlp"] = text
-    incident.write_text(json.dumps(scene))
+    incident, exported = next(run.glob("incidents/*/step.json")), run / "exported" / "config.json"
+    step, group = json.loads(incident.read_text()), json.loads(exported.read_text())
+    step["about"]["config"]["model"]["mlp"] = group["model"]["mlp"] = text
+    incident.write_text(json.dumps(step))
     exported.write_text(json.dumps(group))
     for name in ("sample", "replay", "load", "load of an export"):
         try:
@@ -359,24 +359,24 @@ def incident(tmp_path, monkeypatch):
     own_loop = importlib.import_module("own_loop")
     guard = Guard(own_loop.model, torch.optim.SGD(own_loop.model.parameters(), 0.1), folder=tmp_path / "guarded")
     guard.step(own_loop.closure, torch.full((2, 2), torch.nan))
-    return next((tmp_path / "guarded").rglob("scene.json")).parent
+    return next((tmp_path / "guarded").rglob("step.json")).parent
 
 
 def test_a_loops_incident_is_replayed_by_its_own_user(incident, tmp_path, monkeypatch, capsys):
     assert main(["replay", str(incident)]) == 0
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
     assert main(["replay", str(incident)]) == 2
-    assert "scene.json names the module own_loop, which" in capsys.readouterr().err
+    assert "step.json names the module own_loop, which" in capsys.readouterr().err
     assert main(["replay", str(incident), "--trust"]) == 0
     assert main(["replay", str(incident)]) == 0
 
 
 @pytest.mark.parametrize("trusts", [[], ["--trust"]], ids=["", "trusted"])
 def test_nothing_is_imported_from_inside_an_incident(incident, tmp_path, monkeypatch, trusts):
-    scene = json.loads((incident / "scene.json").read_text())
+    step = json.loads((incident / "step.json").read_text())
     (incident / "hidden_loop.py").write_text(LOOP + f"open({str(tmp_path / 'mark')!r}, 'w')\n")
-    scene["closures"][0] |= {"path": str(incident), "module": "hidden_loop"}
-    (incident / "scene.json").write_text(json.dumps(scene))
+    step["closures"][0] |= {"path": str(incident), "module": "hidden_loop"}
+    (incident / "step.json").write_text(json.dumps(step))
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert main(["replay", str(incident), *trusts]) == 2
     assert not (tmp_path / "mark").exists()
@@ -387,9 +387,9 @@ def test_no_folder_of_a_run_is_searched_for_modules(incident, tmp_path, monkeypa
     folder = incident if where == "incident" else incident.parent
     (incident.parent / "run.json").write_text("{}")
     (folder / "tiktoken.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
-    scene = json.loads((incident / "scene.json").read_text())
-    scene["closures"][0]["path"] = str(folder)
-    (incident / "scene.json").write_text(json.dumps(scene))
+    step = json.loads((incident / "step.json").read_text())
+    step["closures"][0]["path"] = str(folder)
+    (incident / "step.json").write_text(json.dumps(step))
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert main(["replay", str(incident), "--trust"]) == 2
     assert "no code is run from an incident" in capsys.readouterr().err
@@ -398,16 +398,16 @@ def test_no_folder_of_a_run_is_searched_for_modules(incident, tmp_path, monkeypa
 
 @pytest.mark.parametrize("key", ["path", "module", "name", "file"])
 def test_a_damaged_record_of_a_closure_is_one_line(incident, capsys, key):
-    scene = json.loads((incident / "scene.json").read_text())
-    scene["closures"][0][key] = 5
-    (incident / "scene.json").write_text(json.dumps(scene))
+    step = json.loads((incident / "step.json").read_text())
+    step["closures"][0][key] = 5
+    (incident / "step.json").write_text(json.dumps(step))
     assert main(["replay", str(incident), "--trust"]) == 2
     said = capsys.readouterr().err
     assert f"closures/0/{key} is 5" in said
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("sign", ["run.json", "scene.json", ""])
+@pytest.mark.parametrize("sign", ["run.json", "step.json", ""])
 def test_a_run_as_the_working_folder_is_not_searched_for_modules(tmp_path, monkeypatch, sign):
     monkeypatch.chdir(tmp_path)
     if sign:

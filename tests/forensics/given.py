@@ -49,7 +49,7 @@ def micro_batches(job, batch):
     return batch.to(job.device).split(job.plan.grad_accum_steps)
 
 
-def scene_of(job, batch, computed=None, reading=None, **more):
+def repro_of(job, batch, computed=None, reading=None, **more):
     """A step of `job` as the loop passes it to forensics; without `computed`, a step that has not begun."""
     saved = buffers_of(job.state.model).save() if computed is None else computed.saved_buffers
     scale = float(job.tools.precision.loss_scale()) if reading is None else reading.loss_scale
@@ -199,7 +199,7 @@ def assert_recorded_steps_replay(folder, *overrides):
     for number in (0, 3, 6):
         tree, batch, reading = steps[number]
         restore(tree, other.state, {})  # the loss scale stays another one
-        repro = scene_of(other, batch, reading=reading)
+        repro = repro_of(other, batch, reading=reading)
         outcome = replay(repro, "same")
         assert outcome.bitwise_equal_to_reading, (outcome, reading)
         place = folder / f"incident-{number}"

@@ -4,7 +4,7 @@ import pytest
 
 from stabletrain.errors import StabletrainError
 from stabletrain.forensics import agreement
-from stabletrain.forensics.agreement import NotInvestigated, OlderState, exchange, in_one_line, together
+from stabletrain.forensics.agreement import NotInvestigated, OlderState, exchange, on_all_ranks, one_line_of
 from stabletrain.parallel.whole import WholeState
 
 
@@ -24,7 +24,7 @@ def other(monkeypatch):
 def test_results_of_all_ranks_come_back_in_order(other):
     other += [[7]]
     assert exchange(lambda: 3) == [3, 7]
-    assert together(lambda: "own") == "own"
+    assert on_all_ranks(lambda: "own") == "own"
 
 
 def test_an_error_of_any_rank_is_raised_with_its_number(other):
@@ -36,7 +36,7 @@ def test_an_error_of_any_rank_is_raised_with_its_number(other):
         exchange(lambda: 1 / 0)
     other[:] = ["KeyError: 'a'"]
     with pytest.raises(NotInvestigated, match=r"^rank 0 \(and 1 other ranks\): ZeroDivisionError"):
-        together(lambda: 1 / 0)
+        on_all_ranks(lambda: 1 / 0)
 
 
 def test_a_lost_connection_is_not_swallowed(monkeypatch):
@@ -49,9 +49,9 @@ def test_a_lost_connection_is_not_swallowed(monkeypatch):
 
 
 def test_an_error_is_told_in_one_line():
-    assert in_one_line(ValueError("two\n  lines")) == "ValueError: two lines"
-    assert in_one_line(StabletrainError("for the user")) == "for the user"
-    assert len(in_one_line(ValueError("x" * 1000))) == agreement.LONGEST
+    assert one_line_of(ValueError("two\n  lines")) == "ValueError: two lines"
+    assert one_line_of(StabletrainError("for the user")) == "for the user"
+    assert len(one_line_of(ValueError("x" * 1000))) == agreement.MAX_LENGTH
 
 
 class States(WholeState):

@@ -9,16 +9,16 @@ from stabletrain.forensics import distributed_handler
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Damage, LargestInput
 from stabletrain.forensics.distributed_handler import (
-    Account,
     DistributedIncidentHandler,
-    account_of,
-    choose,
+    RankEvidence,
+    choose_rank,
     for_all_ranks,
+    found_between_ranks,
+    rank_evidence,
     step_was_bad,
-    unattributed,
     write_together,
 )
-from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
+from stabletrain.forensics.handler import IncidentHandler, IncidentRequest, NoIncidentHandler
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.subject import StepSubject
@@ -31,11 +31,11 @@ from tests.forensics.diagnosis.given import BAD, FINE, NAN, READING, SPIKE, orig
 CALM = replace(SPIKE, outcomes={"same": FINE}, part=RankPart(0, 4.0, 1.0))
 BROKEN = replace(CALM, kind="nonfinite", reading=READING._replace(loss=math.nan, grad_norm=math.nan))
 LOUD = LargestInput({"index": 3}, 1e6, 1.0)
-OK, SHARD = Account(0, 0.0, True, True), Account(0, 0.0, True, False)
+OK, SHARD = RankEvidence(0, 0.0, True, True), RankEvidence(0, 0.0, True, False)
 
 
 def told(evidence):
-    return account_of(Findings(evidence, diagnose(evidence), 0.0, []))
+    return rank_evidence(Findings(evidence, diagnose(evidence), 0.0, []))
 
 
 @pytest.mark.parametrize(
@@ -66,33 +66,33 @@ def test_what_a_rank_tells_besides():
     assert not told(replace(CALM, outcomes={})).normal, "the replay was not run"
     assert told(CALM).shard
     assert not told(replace(BROKEN, part=RankPart(0, 4.0, None, math.nan))).shard
-    assert account_of(None).level == -1
+    assert rank_evidence(None).level == -1
 
 
 @pytest.mark.parametrize(
     ("accounts", "known", "chosen", "guilty"),
     [
-        ([OK, Account(1, 0, True, True)], -1, 1, 1),
-        ([Account(1, 0, True, True), Account(2, 0, False, True)], 0, 1, 1),
-        ([Account(2, 1.1, False, True), Account(2, 9.0, False, True)], -1, 1, 1),
-        ([Account(2, 0, False, True)] * 2, -1, 0, 0),
+        ([OK, RankEvidence(1, 0, True, True)], -1, 1, 1),
+        ([RankEvidence(1, 0, True, True), RankEvidence(2, 0, False, True)], 0, 1, 1),
+        ([RankEvidence(2, 1.1, False, True), RankEvidence(2, 9.0, False, True)], -1, 1, 1),
+        ([RankEvidence(2, 0, False, True)] * 2, -1, 0, 0),
         ([OK, OK], 1, 1, 1),
         ([OK, SHARD], -1, 1, 1),
         ([SHARD, SHARD], -1, 0, 0),
         ([OK, OK], -1, 0, None),
-        ([account_of(None), OK], -1, 1, None),
-        ([account_of(None)] * 2, -1, 0, None),
+        ([rank_evidence(None), OK], -1, 1, None),
+        ([rank_evidence(None)] * 2, -1, 0, None),
     ],
 )
 def test_the_rank_with_the_surest_and_largest_failure_writes_the_folder(accounts, known, chosen, guilty):
-    assert choose(accounts, known) == (chosen, guilty)
+    assert choose_rank(accounts, known) == (chosen, guilty)
 
 
 def test_if_every_part_was_normal_the_sum_over_the_ranks_is_to_blame():
     for evidence in (BROKEN, CALM):
         assert step_was_bad(evidence)
         assert diagnose(evidence).cause != "hardware_fault"
-        found = unattributed(Findings(evidence, diagnose(evidence), 0.0, []))
+        found = found_between_ranks(Findings(evidence, diagnose(evidence), 0.0, []))
         assert found.diagnosis.cause == "hardware_fault"
         assert "network" in found.diagnosis.fix[0]
 
@@ -122,13 +122,13 @@ def test_gathering_the_weights_takes_no_time_from_the_diagnosis(tmp_path, monkey
             order.append("investigate")
 
     monkeypatch.setattr(distributed_handler, "exchange", lambda work: [work()])
-    monkeypatch.setattr(distributed_handler, "together", lambda work: work())
+    monkeypatch.setattr(distributed_handler, "on_all_ranks", lambda work: work())
     monkeypatch.setattr(distributed_handler.OlderState, "finish", lambda self, error: None)
     job = given.made(tmp_path, *given.GPT)
-    repro = given.scene_of(job, job.data.load(0), reading=READING)
+    repro = given.repro_of(job, job.data.load(0), reading=READING)
     handler = DistributedIncidentHandler(Own(), Ranks(0, 2, 0, launched=True))
     states = Gathered(job.state.model, lambda: None)
-    assert handler.handle(lambda: repro, "nonfinite", states=states, classes=None, optimizer=None) is None
+    assert handler.handle(IncidentRequest("nonfinite"), lambda: repro, states) is None
     assert order == ["gather", "deadline", "investigate"]
 
 
@@ -144,7 +144,7 @@ def fault(index):
 
 
 @pytest.mark.parametrize(
-    ("faults", "chosen", "guilty"),
+    ("faults", "chosen", "at_fault"),
     [
         ([fault(5), fault(5)], 0, None),  # ddp: all ranks take the same step
         ([None, fault(5)], 1, 1),
@@ -152,7 +152,7 @@ def fault(index):
         ([fault(5), None], 0, 0),
     ],
 )
-def test_of_updates_that_are_not_finite_the_earliest_is_filed(faults, chosen, guilty, repro, monkeypatch):
+def test_of_updates_that_are_not_finite_the_earliest_is_filed(faults, chosen, at_fault, repro, monkeypatch):
     evidence = [replace(BROKEN, kind="update", update=one, update_ran=True) for one in faults]
     found = [Findings(each, diagnose(each), 0.0, []) for each in evidence]
     filed = []
@@ -161,8 +161,10 @@ def test_of_updates_that_are_not_finite_the_earliest_is_filed(faults, chosen, gu
         def write_incident(self, subject, found, rank=None, tick=None):
             filed.append((found.evidence.update, rank))
 
-    told = [account_of(each) for each in found]
-    monkeypatch.setattr(distributed_handler, "exchange", lambda work: [work()] * 2)
     for rank, each in enumerate(found):
-        write_together(Own(), rank, StepSubject(repro), each, told)
-    assert filed == [(faults[chosen], guilty)]
+        answers = iter([[rank_evidence(other) for other in found]])  # of all ranks; then each runs `write`
+        monkeypatch.setattr(
+            distributed_handler, "exchange", lambda work, answers=answers: next(answers, None) or [work()] * 2
+        )
+        write_together(Own(), rank, StepSubject(repro), each)
+    assert filed == [(faults[chosen], at_fault)]

@@ -16,7 +16,7 @@ from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics import handler, incident
 from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
+from stabletrain.forensics.handler import IncidentHandler, IncidentRequest, NoIncidentHandler
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.parallel.whole import WholeState
@@ -121,10 +121,9 @@ def test_existing_folders_count_against_the_budget(tmp_path):
     (tmp_path / "step-00000001").mkdir()
     forensics = IncidentHandler(max_incidents=1)
     forensics.open(tmp_path, RunSettings())
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
-    known = {"states": WholeState(torch.nn.Linear(1, 1), never), "classes": None, "optimizer": optimizer}
-    assert forensics.handle(never, "nonfinite", **known) is None
-    assert NoIncidentHandler().handle(never, "nonfinite", **known) is None
+    request, states = IncidentRequest("nonfinite"), WholeState(torch.nn.Linear(1, 1), never)
+    assert forensics.handle(request, never, states) is None
+    assert NoIncidentHandler().handle(request, never, states) is None
 
 
 def test_a_run_looks_into_no_more_incidents_than_its_budget_and_skips_the_rest_as_before(tmp_path):
@@ -162,7 +161,7 @@ def test_a_full_disk_costs_the_folder_and_neither_the_cause_nor_the_run(tmp_path
     assert [(event["cause"], event["path"]) for event in found] == [("bad_label", None)] * 2
     assert capsys.readouterr().out.count("could not be written (No space left on device)") == 2
     left = [file.name for file in tmp_path.glob("on/incidents/*/*")]
-    assert not {"scene.json", "batch.safetensors", "state.safetensors"} & set(left)
+    assert not {"step.json", "batch.safetensors", "state.safetensors"} & set(left)
     assert left.count("diagnosis.json") == (2 if place == "state" else 0)
 
 

@@ -15,8 +15,8 @@ from stabletrain.errors import ConfigError
 from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Damage, RunSettings
-from stabletrain.forensics.incident import UNNEEDED, Execution, as_json, file_incident, place_for, write
-from stabletrain.forensics.incident_list import block, incidents, is_whole
+from stabletrain.forensics.incident import NOT_NEEDED, Execution, as_json, file_incident, folder_for, write
+from stabletrain.forensics.incident_list import block, incidents, is_complete
 from stabletrain.forensics.investigate import investigate
 from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.probes.update import trace_update
@@ -45,16 +45,16 @@ CONTRACT = {
     ),
     *("limits", "damage", "evidence", "time", "seconds", "not_looked_at", "not_replayable", "tick", "settings"),
 }
-FILES = {"diagnosis.json", "report.md", "scene.json", "batch.safetensors", "state.safetensors"}
+FILES = {"diagnosis.json", "report.md", "step.json", "batch.safetensors", "state.safetensors"}
 
 
 def test_a_second_incident_of_a_step_gets_its_own_folder(tmp_path):
     names = []
     for _ in range(3):
-        names.append(place_for(tmp_path, 7).name)
-        place_for(tmp_path, 7).mkdir(parents=True)
+        names.append(folder_for(tmp_path, 7).name)
+        folder_for(tmp_path, 7).mkdir(parents=True)
     assert names == ["step-00000007", "step-00000007-2", "step-00000007-3"]
-    assert place_for(tmp_path, 8) == tmp_path / "step-00000008"
+    assert folder_for(tmp_path, 8) == tmp_path / "step-00000008"
 
 
 def test_the_diagnosis_is_standard_json_with_all_fields_of_the_contract(tmp_path, repro):
@@ -67,7 +67,7 @@ def test_the_diagnosis_is_standard_json_with_all_fields_of_the_contract(tmp_path
     assert (record["cause"], record["verdict"], record["fix"]) == (cause.cause, cause.verdict, cause.fix)
     assert record["replays"].keys() == {*VARIANTS}
     assert (record["replays"]["same"]["loss"], record["replays"]["fp32"]["loss"]) == ("NaN", 4.0)
-    assert record["replays"]["older_state"]["not_run"] == UNNEEDED.not_run
+    assert record["replays"]["older_state"]["not_run"] == NOT_NEEDED.not_run
     assert record["origin"]["op"] == "aten.div"
     assert record["reading"]["grad_norm"] == 80.0
     assert record["limits"] == {"loss": 6.0, "grad_norm": 20.0}
@@ -187,13 +187,13 @@ def test_an_update_that_is_not_finite_is_filed_with_the_batch_and_is_not_replaye
     found = investigate(subject, "update", classes=2, optimizer=optimizer, setting=RunSettings())
     assert found.evidence.outcomes == {}
     folder = file_incident(tmp_path, subject, found, rank=None, keep_state=True, execution=Execution(3, "x"))
-    assert {file.name for file in folder.iterdir()} == FILES - {"scene.json", "state.safetensors"}
+    assert {file.name for file in folder.iterdir()} == FILES - {"step.json", "state.safetensors"}
     ((path, record),) = incidents(folder)
     assert (record["kind"], record["cause"]) == ("update", "unsafe_optimizer")
     assert (record["origin"]["direction"], record["origin"]["module"]) == ("update", "weight")
     assert record["update"]["parameter"] == "weight"
     assert record["update"]["settings"]["eps"] == 0
-    assert is_whole(record)
+    assert is_complete(record)
     assert "unsafe_optimizer (95% sure), update" in block(path, record)
     page = (folder / "report.md").read_text()
     assert "the optimizer made NaN or Inf of finite numbers" in page

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.incident_list import block, incidents, read, sample
+from stabletrain.forensics.incident_list import block, incidents, read, sample_name
 
 RECORD = {
     "step": 7,
@@ -114,5 +114,5 @@ def test_a_block_of_an_unknown_cause(tmp_path):
 
 
 def test_a_sample_has_its_id_or_its_place():
-    assert sample({"id": 0, "index": 3}) == "id 0"
-    assert sample({"index": 3, "source": "a:1"}) == "sample 3 of the batch (a:1)"
+    assert sample_name({"id": 0, "index": 3}) == "id 0"
+    assert sample_name({"index": 3, "source": "a:1"}) == "sample 3 of the batch (a:1)"

@@ -12,7 +12,7 @@ from torch import nn
 from stabletrain.forensics import replay as replay_module
 from stabletrain.forensics import subject as subject_module
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.investigate import Attempts, divisor_history, investigate, origin_of
+from stabletrain.forensics.investigate import Checks, divisor_history, investigate, origin_of
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.repro import Repro
@@ -84,22 +84,22 @@ def test_a_false_alarm_of_the_loss_scale_causes_no_replay(repro):
 
 
 def test_weights_that_were_corrupt_before_the_step_are_blamed(repro):
-    scene = repro(nn.Linear(3, 3))
+    step = repro(nn.Linear(3, 3))
     with torch.no_grad():
-        scene.model.part.weight[0, 0] = math.inf
-    found = looked_into(scene)
+        step.model.part.weight[0, 0] = math.inf
+    found = looked_into(step)
     assert found.diagnosis.cause == "corrupt_state"
     assert [damage.name for damage in found.evidence.damage] == ["part.weight"]
 
 
 def test_an_older_state_that_is_normal_shows_how_far_the_weights_have_moved(repro):
-    scene = repro(nn.Linear(3, 3))
-    weights = {name: tensor.clone() for name, tensor in scene.model.state_dict().items()}
+    step = repro(nn.Linear(3, 3))
+    weights = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
     with torch.no_grad():
-        for parameter in scene.model.parameters():
+        for parameter in step.model.parameters():
             parameter.mul_(1e20)
-    scene = replace(scene, older=lambda: {"model": weights, "step": 39})
-    found = looked_into(scene)
+    step = replace(step, older=lambda: {"model": weights, "step": 39})
+    found = looked_into(step)
     assert found.diagnosis.cause == "lr_too_high"
     assert (found.evidence.finite("same"), found.evidence.normal("older_state")) == (False, True)
     assert found.evidence.drift.steps == 10
@@ -124,7 +124,7 @@ class Counting(nn.Module):
 @pytest.fixture
 def replayed(monkeypatch):
     """The replays that ran: which variant, and whether on a compiled copy; and the compiled copies."""
-    ran, copies, run, perform = [], [], subject_module.replay, replay_module.perform
+    ran, copies, run, perform = [], [], subject_module.replay, replay_module.forward_backward
 
     def noting(repro, variant, *rest):
         ran.append([variant, False])
@@ -136,17 +136,17 @@ def replayed(monkeypatch):
         return perform(model, *rest)
 
     monkeypatch.setattr(subject_module, "replay", noting)
-    monkeypatch.setattr(replay_module, "perform", performing)
+    monkeypatch.setattr(replay_module, "forward_backward", performing)
     monkeypatch.setattr(replay_module, "compile_", lambda model, shape: copies.append(model))
     return ran, copies
 
 
 def test_of_a_compiled_step_only_the_unchanged_replay_is_compiled_last_and_once(repro, replayed):
     ran, copies = replayed
-    scene = repro(Counting(), reading=READING, compiled_for=(4, 3))
-    weights = {name: tensor.clone() for name, tensor in scene.model.state_dict().items()}
-    scene = replace(scene, older=lambda: {"model": weights, "step": 39})
-    found = looked_into(scene, "spike")
+    step = repro(Counting(), reading=READING, compiled_for=(4, 3))
+    weights = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
+    step = replace(step, older=lambda: {"model": weights, "step": 39})
+    found = looked_into(step, "spike")
     eager = [["fp32", False], ["fresh_batch", False], ["older_state", False]]
     assert ran == [*eager, ["same", True], ["same", True]]
     assert len(copies) == 1, "the second replay runs what the first has compiled"
@@ -158,13 +158,13 @@ def test_of_a_compiled_step_only_the_unchanged_replay_is_compiled_last_and_once(
 
 def test_the_compiled_copy_is_freed_when_no_further_replay_will_run(repro, replayed):
     _, copies = replayed
-    scene = repro(Counting(), reading=READING, compiled_for=(4, 3))
-    different = StepSubject(scene)
+    step = repro(Counting(), reading=READING, compiled_for=(4, 3))
+    different = StepSubject(step)
     outcome = different.replay("same")
     assert different._compiled_copy._model is copies[-1]
     assert replace(different.replay("same"), seconds=outcome.seconds) == outcome
     assert different._compiled_copy._model is None
-    equal = StepSubject(replace(scene, reading=READING._replace(loss=outcome.loss, grad_norm=outcome.grad_norm)))
+    equal = StepSubject(replace(step, reading=READING._replace(loss=outcome.loss, grad_norm=outcome.grad_norm)))
     assert equal.replay("same").bitwise_equal_to_reading is True
     assert equal._compiled_copy._model is None
 
@@ -186,14 +186,14 @@ def test_the_sample_with_the_largest_input_is_compared_with_another_batch(repro)
 
 
 def test_nothing_live_is_changed(repro):
-    scene = repro(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), faulty.RootBackward()))
-    scene.model.part[0].weight.grad = torch.ones(3, 3)
-    before = [tensor.clone() for tensor in (*scene.model.state_dict().values(), torch.get_rng_state())]
-    assert looked_into(scene).diagnosis.cause == "unsafe_op"
-    after = [*scene.model.state_dict().values(), torch.get_rng_state()]
+    step = repro(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), faulty.RootBackward()))
+    step.model.part[0].weight.grad = torch.ones(3, 3)
+    before = [tensor.clone() for tensor in (*step.model.state_dict().values(), torch.get_rng_state())]
+    assert looked_into(step).diagnosis.cause == "unsafe_op"
+    after = [*step.model.state_dict().values(), torch.get_rng_state()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert torch.equal(scene.model.part[0].weight.grad, torch.ones(3, 3))
-    assert scene.model.stem.weight.grad is None
+    assert torch.equal(step.model.part[0].weight.grad, torch.ones(3, 3))
+    assert step.model.stem.weight.grad is None
 
 
 def test_at_the_time_limit_every_check_that_was_left_out_is_named(repro):
@@ -204,14 +204,14 @@ def test_at_the_time_limit_every_check_that_was_left_out_is_named(repro):
 
 
 def test_a_failed_attempt_is_recorded_and_the_next_one_runs():
-    attempt = Attempts(math.inf)
+    attempt = Checks(math.inf)
     assert attempt("one", lambda: 3, 0) == 3
     assert attempt("two", lambda: [][1], "otherwise") == "otherwise"
     assert attempt("three", lambda: torch.ones(2) @ torch.ones(500 * "x"), 0) == 0
     assert attempt.failures[0] == "two: IndexError: list index out of range"
     assert "\n" not in attempt.failures[1]
     assert len(attempt.failures[1]) <= 207
-    late = Attempts(time.monotonic())
+    late = Checks(time.monotonic())
     assert late("four", lambda: 1 / 0, 5) == 5
     assert late.failures == ["four: the time limit was reached"]
 
@@ -228,7 +228,7 @@ def test_the_largest_score_is_read_from_softmax_and_ignores_masks_and_the_loss()
 
 
 @pytest.mark.parametrize(
-    ("work", "makers"),
+    ("work", "divisor_ops"),
     [
         (lambda x: x / x.square().mean().sqrt(), ["aten.sqrt", "aten.mean", "aten.pow"]),
         (lambda x: x / x.std(-1, keepdim=True), ["aten.std", "aten.mul"]),
@@ -237,11 +237,11 @@ def test_the_largest_score_is_read_from_softmax_and_ignores_masks_and_the_loss()
     ],
     ids=["root of a mean of squares", "std", "through add and expand", "stops at another function"],
 )
-def test_the_history_of_a_divisor_is_followed_back_to_its_sum(work, makers):
+def test_the_history_of_a_divisor_is_followed_back_to_its_sum(work, divisor_ops):
     with Trace(nn.Identity()) as recorded:
         work(torch.ones(4, 3) * 2)
     (index,) = [record.index for record in recorded.records if record.op == "aten.div"]
-    assert divisor_history(recorded.records, index) == makers
+    assert divisor_history(recorded.records, index) == divisor_ops
 
 
 def test_the_trace_of_a_healthy_step_has_no_origin(repro):
@@ -250,14 +250,14 @@ def test_the_trace_of_a_healthy_step_has_no_origin(repro):
 
 def test_staleness_is_1_if_the_second_moment_matches_the_gradients(repro):
     """The second moments are the squares of this step's gradients, so bias correction gives a ratio of 1."""
-    scene = repro(nn.Linear(3, 3))
-    optimizer = torch.optim.AdamW(scene.model.parameters(), betas=(0.9, 0.99))
-    logits = scene.model(scene.batch.inputs)
-    F.cross_entropy(logits, scene.batch.targets).backward()
-    for parameter in scene.model.parameters():
+    step = repro(nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(step.model.parameters(), betas=(0.9, 0.99))
+    logits = step.model(step.batch.inputs)
+    F.cross_entropy(logits, step.batch.targets).backward()
+    for parameter in step.model.parameters():
         second = parameter.grad.square() * (1 - 0.99)
         optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg_sq": second}
-    assert StepSubject(scene).staleness(optimizer) == pytest.approx(1.0, rel=1e-3)
+    assert StepSubject(step).staleness(optimizer) == pytest.approx(1.0, rel=1e-3)
 
 
 def test_a_batch_whose_targets_are_all_ignored_is_a_bad_label(repro):

@@ -11,7 +11,7 @@ import stabletrain.trainer.loop
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.forensics.probes.samples import find_culprits
-from stabletrain.forensics.replay import VARIANTS, near, replay, replays
+from stabletrain.forensics.replay import VARIANTS, nearly_equal, replay, replays
 from stabletrain.forensics.repro import load_repro, save_repro
 from stabletrain.records import Batch, RankPart
 from stabletrain.step import compute
@@ -29,8 +29,8 @@ from tests.forensics.given import (
     one_step,
     precision_of,
     recorded,
+    repro_of,
     ruined,
-    scene_of,
 )
 from tests.runs import ROOT, python
 from tests.words import words
@@ -88,7 +88,7 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
             if not reading.applied:
                 computed = held[reading.step - 1]
                 fresh = lambda: get(500)  # noqa: E731
-                repro = scene_of(job, launched.batch, computed, reading, fresh=fresh, older=lambda: tree)
+                repro = repro_of(job, launched.batch, computed, reading, fresh=fresh, older=lambda: tree)
                 before = live(job)
                 outcomes = replays(repro)
                 culprits = find_culprits(repro)
@@ -134,7 +134,7 @@ from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import to_host
 from stabletrain.forensics.probes.samples import find_culprits
 from stabletrain.forensics.replay import replays
-from tests.forensics.given import MODELS, RUINS, assert_unchanged, live, made, marked, scene_of, wearing
+from tests.forensics.given import MODELS, RUINS, assert_unchanged, live, made, marked, repro_of, wearing
 
 for name, chosen in MODELS.items():
     job = made(Path(sys.argv[1]) / name, *chosen)
@@ -144,10 +144,10 @@ for name, chosen in MODELS.items():
     tree = to_host(capture(job.state, job.saved.parts))
     for how in ("forward", "backward"):
         job.state.model.register_forward_hook(RUINS[how])
-        scene = scene_of(job, marked(batch, [1]), fresh=lambda: fresh, older=lambda: tree)
+        repro = repro_of(job, marked(batch, [1]), fresh=lambda: fresh, older=lambda: tree)
         before = live(job, pythons_generator=True)
-        outcomes = replays(scene)
-        assert find_culprits(scene).samples == [1], name
+        outcomes = replays(repro)
+        assert find_culprits(repro).samples == [1], name
         assert_unchanged(before, live(job, pythons_generator=True))
         assert [outcome.finite for outcome in outcomes.values()] == [False, False, True, False], outcomes
 """
@@ -168,8 +168,8 @@ def test_the_fp32_replay_equals_a_run_in_fp32_from_the_same_state(tmp_path, mode
     restore(tree, job.state, job.saved.parts)
     wide = made(tmp_path / "wide", *MODELS[model], "precision=fp32", "grad_accum_steps=2")
     restore(tree, wide.state, {})
-    outcome = replay(scene_of(job, batch, reading=reading), "fp32")
-    expected = replay(scene_of(wide, batch), "same")
+    outcome = replay(repro_of(job, batch, reading=reading), "fp32")
+    expected = replay(repro_of(wide, batch), "same")
     assert (outcome.loss, outcome.grad_norm) == (expected.loss, expected.grad_norm)
     assert outcome.loss != reading.loss
     assert outcome.bitwise_equal_to_reading is None
@@ -180,7 +180,7 @@ def test_the_fp32_replay_supports_fp32_modules_and_restores_the_tf32_switches(tm
     seen = []
     torch.backends.mkldnn.matmul.fp32_precision = "tf32"
     job.state.model.head.register_forward_hook(lambda *_: seen.append(torch.backends.mkldnn.matmul.fp32_precision))
-    outcome = replay(scene_of(job, job.data.batches.get(0)), "fp32")
+    outcome = replay(repro_of(job, job.data.batches.get(0)), "fp32")
     assert outcome.finite
     assert seen == ["ieee"]
     assert torch.backends.mkldnn.matmul.fp32_precision == "tf32"
@@ -191,11 +191,11 @@ def test_the_variants_use_another_batch_and_an_older_state(tmp_path):
     job = made(tmp_path / "run", *GPT, "precision=fp32")
     steps = recorded(job, 5)
     fresh = job.data.batches.get(900)
-    repro = scene_of(job, steps[4][1], fresh=lambda: fresh, older=lambda: steps[1][0])
+    repro = repro_of(job, steps[4][1], fresh=lambda: fresh, older=lambda: steps[1][0])
     outcomes = replays(repro)
-    assert outcomes["fresh_batch"].loss == replay(scene_of(job, fresh), "same").loss
+    assert outcomes["fresh_batch"].loss == replay(repro_of(job, fresh), "same").loss
     restore({**steps[1][0], "step": 5}, job.state, {})
-    assert outcomes["older_state"].loss == replay(scene_of(job, steps[4][1]), "same").loss
+    assert outcomes["older_state"].loss == replay(repro_of(job, steps[4][1]), "same").loss
     assert len({outcome.loss for outcome in outcomes.values()}) == 3, "fp32 and same are the same here"
 
 
@@ -216,7 +216,7 @@ def test_on_several_ranks_a_replay_is_compared_with_the_ranks_own_part(tmp_path)
     """The numbers of the reading are sums over all ranks, and do not matter."""
     job = made(tmp_path, *GPT)
     _, batch, reading = recorded(job, 1)[0]
-    repro = scene_of(job, batch, reading=reading._replace(loss=99.0))
+    repro = repro_of(job, batch, reading=reading._replace(loss=99.0))
     once = replay(repro, "same")
     for loss, norm, equal in OWN_PARTS:
         part = RankPart(1, loss * once.loss, None if norm is None else norm * once.grad_norm)
@@ -227,27 +227,27 @@ def test_on_several_ranks_a_replay_is_compared_with_the_ranks_own_part(tmp_path)
 
 
 def test_numbers_that_are_not_finite_are_near_each_other():
-    assert near(math.nan, math.inf)
-    assert not near(math.nan, 1.0)
-    assert near(0.0, 0.0)
+    assert nearly_equal(math.nan, math.inf)
+    assert not nearly_equal(math.nan, 1.0)
+    assert nearly_equal(0.0, 0.0)
 
 
 def test_what_cannot_be_run_says_why(tmp_path):
     job = made(tmp_path, *GPT)
     batch = job.data.batches.get(0)
-    outcomes = replays(scene_of(job, batch))
+    outcomes = replays(repro_of(job, batch))
     assert outcomes["fresh_batch"].not_run == "there is no other batch"
     assert outcomes["older_state"].not_run == "there is no older state"
-    late = replays(scene_of(job, batch, deadline=time.monotonic() - 1))
+    late = replays(repro_of(job, batch, deadline=time.monotonic() - 1))
     assert [outcome.not_run for outcome in late.values()] == ["the time limit was reached"] * len(VARIANTS)
-    assert find_culprits(scene_of(job, batch, deadline=time.monotonic() - 1)).passes == 0
+    assert find_culprits(repro_of(job, batch, deadline=time.monotonic() - 1)).passes == 0
 
     def refuse(module, inputs):
         raise ValueError("not today")
 
     job.state.model.register_forward_pre_hook(refuse)
-    assert replay(scene_of(job, batch), "same").not_run == "ValueError: not today"
-    assert find_culprits(scene_of(job, batch)).samples == []
+    assert replay(repro_of(job, batch), "same").not_run == "ValueError: not today"
+    assert find_culprits(repro_of(job, batch)).samples == []
 
 
 def test_zero_gradients_are_counted(tmp_path):
@@ -256,7 +256,7 @@ def test_zero_gradients_are_counted(tmp_path):
     compute(job.state, micro_batches(job, batch), job.tools)
     gradients = [p.grad for p in job.state.model.parameters()]
     share = sum(int((g == 0).sum()) for g in gradients) / sum(g.numel() for g in gradients)
-    repro = scene_of(job, batch)
+    repro = repro_of(job, batch)
     assert replay(repro, "same").zero_gradients == share
     assert replay(repro, "fp32").zero_gradients < share, "some underflowed in fp16"
 
@@ -266,19 +266,19 @@ def test_a_compiled_step_is_not_compared_bit_for_bit(tmp_path):
     batch = job.data.batches.get(0)
     computed, reading = one_step(job, batch)
     job.state.model.blocks[0].compile(backend="eager")
-    repro = scene_of(job, batch, computed, reading)
+    repro = repro_of(job, batch, computed, reading)
     assert replay(repro, "same").bitwise_equal_to_reading is None
-    save_repro(tmp_path / "scene", repro)
+    save_repro(tmp_path / "step", repro)
     job.state.model.blocks[0]._compiled_call_impl = None
-    assert not load_repro(tmp_path / "scene", job.state.model, job.tools).comparable
+    assert not load_repro(tmp_path / "step", job.state.model, job.tools).comparable
 
 
 def test_an_empty_batch_is_replayed_too(tmp_path):
     job = made(tmp_path / "run", *GPT, "guard=skip")
     empty = Batch(torch.zeros(0, 16, dtype=torch.int64), torch.zeros(0, 16, dtype=torch.int64))
     computed, reading = one_step(job, empty)
-    repro = scene_of(job, empty, computed, reading)
+    repro = repro_of(job, empty, computed, reading)
     assert replay(repro, "same").bitwise_equal_to_reading
     assert find_culprits(repro).samples == []
-    save_repro(tmp_path / "scene", repro)
-    assert replay(load_repro(tmp_path / "scene", job.state.model, job.tools), "same").bitwise_equal_to_reading
+    save_repro(tmp_path / "step", repro)
+    assert replay(load_repro(tmp_path / "step", job.state.model, job.tools), "same").bitwise_equal_to_reading

@@ -11,9 +11,18 @@ from markdown_it import MarkdownIt  # rich brings it
 
 from stabletrain.forensics.diagnosis.cause_table import CAUSES, Diagnosis
 from stabletrain.forensics.investigate import Findings
-from stabletrain.forensics.probes.underflow import Starved, Underflow
+from stabletrain.forensics.probes.underflow import LostGradient, Underflow
 from stabletrain.forensics.replay import Outcome
-from stabletrain.forensics.report import BAR, is_override, picture, report, runs, sentence, trying, what_became
+from stabletrain.forensics.report import (
+    BAR_WIDTH,
+    bars,
+    command_to_try_fix,
+    full_sentence,
+    is_override,
+    replay_table,
+    report,
+    update_result,
+)
 from stabletrain.forensics.trace.origin import Link
 from stabletrain.forensics.trace.values import Values
 from stabletrain.records import RankPart
@@ -53,7 +62,7 @@ def test_a_folder_with_a_space_is_quoted_in_the_commands():
 def test_the_fix_comes_before_the_evidence():
     found = origin()
     found = replace(found, chain=(Link("head", "forward", "float32", 1.0),))
-    lost = Underflow(1024.0, 0.5, 0.25, 0.5, (Starved("head.weight", 8, 0.75, 0.25, 0.6),))
+    lost = Underflow(1024.0, 0.5, 0.25, 0.5, (LostGradient("head.weight", 8, 0.75, 0.25, 0.6),))
     evidence = replace(SPIKE, origin=found, underflow=lost)
     text = page(evidence, "unsafe_op", FIX, [{"index": 3, "loss": math.nan}], ["a line"], ["largest input: no time"])
     assert headings(text) == [
@@ -117,44 +126,47 @@ def test_each_replay_is_a_row_with_its_result():
         "fp32": Outcome(True, 4.25, 1.0),
         "fresh_batch": Outcome(not_run="the time limit was reached"),
     }
-    assert runs(replace(SPIKE, outcomes=outcomes))[2:] == [
+    assert replay_table(replace(SPIKE, outcomes=outcomes))[2:] == [
         "| unchanged | **no** | nan | nan | not bitwise equal to the step |",
         "| in fp32 | yes | 4.25 | 1 |  |",
         "| another batch, same weights | | | | not run: the time limit was reached |",
     ]
     applied = replace(SPIKE, reading=READING._replace(applied=True))
-    assert "with the weights after the update, so not comparable bitwise" in runs(applied)[2]
-    assert "| bitwise equal to the step |" in runs(SPIKE)[2]
+    assert "with the weights after the update, so not comparable bitwise" in replay_table(applied)[2]
+    assert "| bitwise equal to the step |" in replay_table(SPIKE)[2]
 
 
 def test_on_several_ranks_the_replays_stand_below_the_numbers_of_the_ranks_own_part():
     evidence = replace(SPIKE, part=RankPart(1, 17.5, 1.25), outcomes={"same": FINE})
-    assert runs(evidence)[2:] == ["| the step, rank 1's part | yes | 17.5 | 1.25 | |", "| unchanged | yes | 4 | 1 |  |"]
+    assert replay_table(evidence)[2:] == [
+        "| the step, rank 1's part | yes | 17.5 | 1.25 | |",
+        "| unchanged | yes | 4 | 1 |  |",
+    ]
     assert "The step measured loss 9 and gradient norm 80 over all ranks." in page(evidence)
     other = replace(evidence, outcomes={"same": replace(FINE, bitwise_equal_to_reading=False)})
-    assert runs(other)[3] == "| unchanged | yes | 4 | 1 | differs from the step |"
+    assert replay_table(other)[3] == "| unchanged | yes | 4 | 1 | differs from the step |"
     unknown = replace(evidence, part=RankPart(1, math.nan))
-    assert runs(unknown)[2] == "| the step, rank 1's part | **no** | nan | unknown | |"
+    assert replay_table(unknown)[2] == "| the step, rank 1's part | **no** | nan | unknown | |"
 
 
 def test_the_page_says_whether_the_update_was_applied():
-    assert "the weights are unchanged, and nothing is lost" in what_became(SPIKE)
-    assert "its update was applied" in what_became(replace(SPIKE, reading=READING._replace(applied=True)))
+    assert "the weights are unchanged, and nothing is lost" in update_result(SPIKE)
+    assert "its update was applied" in update_result(replace(SPIKE, reading=READING._replace(applied=True)))
 
 
 def test_the_bars_have_a_logarithmic_scale():
     links = [Link(f"blocks.{i}", "forward", "float16", size) for i, size in enumerate((1.0, 10.0, 100.0))]
     links += [Link("head", "backward", "float16", 0.0), Link("objective", "forward", "float16", math.inf)]
-    lines = picture(links)
-    bars = [line.count("#") for line in lines]
-    assert bars[:3] == [round(BAR / 4), round(BAR / 2), round(3 * BAR / 4)]
+    lines = bars(links)
+    widths = [line.count("#") for line in lines]
+    assert widths[:3] == [round(BAR_WIDTH / 4), round(BAR_WIDTH / 2), round(3 * BAR_WIDTH / 4)]
     assert lines[3].split() == ["head", "backward", "0"]
-    assert lines[4].endswith("inf  " + "!" * BAR)
+    assert lines[4].endswith("inf  " + "!" * BAR_WIDTH)
     assert len({line.index("backward" if "backward" in line else "forward") for line in lines}) == 1
 
 
 def test_the_longest_bar_fills_the_width_if_all_values_are_finite():
-    assert picture([Link("a", "forward", "float32", 3.0)])[0].endswith("  " + "#" * BAR)
+    assert bars([Link("a", "forward", "float32", 3.0)])[0].endswith("  " + "#" * BAR_WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +179,7 @@ def test_the_longest_bar_fills_the_width_if_all_values_are_finite():
     ],
 )
 def test_a_verdict_is_capitalised_unless_it_starts_with_an_identifier(words, said):
-    assert sentence(words) == said
+    assert full_sentence(words) == said
 
 
 def test_an_override_is_distinguished_from_a_fix_by_hand():
@@ -177,8 +189,8 @@ def test_an_override_is_distinguished_from_a_fix_by_hand():
 
 
 def test_only_a_fix_that_one_replay_can_show_is_proposed_for_a_trial():
-    assert trying(["clean sample 41", "optimizer.lr=0.1", "precision.growth_interval=200"], "x") == []
-    assert trying(["optimizer.lr=0.1", "precision=bf16", "zloss=palm"], "x")[-1] == (
+    assert command_to_try_fix(["clean sample 41", "optimizer.lr=0.1", "precision.growth_interval=200"], "x") == []
+    assert command_to_try_fix(["optimizer.lr=0.1", "precision=bf16", "zloss=palm"], "x")[-1] == (
         "    stabletrain replay x 'precision=bf16'"
     )
 
@@ -218,7 +230,7 @@ TAGS = set("h1 h2 p strong code ol ul li pre blockquote table thead tbody tr th 
 def test_whatever_a_name_holds_the_page_has_no_html_no_link_and_no_heading_of_it(name):
     link = Link(name, "forward", "float32", 1.0)
     found = replace(origin(), module=name, op=name, source=name, called_from=name, reason=name, chain=(link,))
-    lost = Underflow(1024.0, 0.5, 0.25, 0.5, (Starved(name, 8, 0.75, 0.25, 0.6),))
+    lost = Underflow(1024.0, 0.5, 0.25, 0.5, (LostGradient(name, 8, 0.75, 0.25, 0.6),))
     outcomes = {**SPIKE.outcomes, "fp32": Outcome(not_run=name)}
     evidence = replace(SPIKE, origin=found, underflow=lost, outcomes=outcomes)
     given = [name, f"{name}=1", f"correct {name}"]

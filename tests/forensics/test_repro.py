@@ -11,13 +11,21 @@ from torch import nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.replay import replay
-from stabletrain.forensics.repro import Repro, about, at_scale, copy_of_model, is_compiled, load_repro, save_repro
+from stabletrain.forensics.repro import (
+    Repro,
+    about,
+    copy_of_model,
+    is_compiled,
+    load_repro,
+    save_repro,
+    with_loss_scale,
+)
 from stabletrain.machine.compiling import compile_, undo_compile_
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, RankPart
 from stabletrain.stability import precision
-from tests.forensics.given import GPT, RESNET, made, marked, one_step, ruined, scene_of
+from tests.forensics.given import GPT, RESNET, made, marked, one_step, repro_of, ruined
 
 CPU = torch.device("cpu")
 
@@ -76,8 +84,8 @@ def test_its_tools_run_alone_at_the_steps_loss_scale(repro):
 
 def test_a_precision_without_a_loss_scale_stays_as_it_is():
     mode = precision.bf16(CPU)
-    assert at_scale(mode, 1024.0) == mode
-    assert float(at_scale(mode, 1024.0).loss_scale()) == 1
+    assert with_loss_scale(mode, 1024.0) == mode
+    assert float(with_loss_scale(mode, 1024.0).loss_scale()) == 1
 
 
 def test_a_replay_is_comparable_only_if_it_computes_the_same_operations(repro):
@@ -155,16 +163,16 @@ def test_a_repro_keeps_its_metadata_and_the_memory_layout_of_the_batch(tmp_path)
     batch = replace(batch, inputs=batch.inputs.repeat(1, 2, 1, 1).contiguous(memory_format=torch.channels_last))
     held, reading = [b.clone() for b in job.state.model.buffers()], None
     config = {"overrides": ["a=1"], "nan": math.nan, "$x": [1, None, True]}
-    save_repro(tmp_path / "scene", scene_of(job, batch, metadata=config))
-    assert str(about(tmp_path / "scene")) == str(config)
-    repro = load_repro(tmp_path / "scene", job.state.model, job.tools)
+    save_repro(tmp_path / "step", repro_of(job, batch, metadata=config))
+    assert str(about(tmp_path / "step")) == str(config)
+    repro = load_repro(tmp_path / "step", job.state.model, job.tools)
     assert repro.batch.inputs.stride() == batch.inputs.stride()
     assert torch.equal(repro.batch.inputs, batch.inputs)
     assert torch.equal(repro.batch.ids, batch.ids)
     assert [*repro.batch.sources] == [*batch.sources]
     assert repro.reading is reading
     assert all(torch.equal(a, b) for a, b in zip(repro.buffers, held, strict=True))
-    json.loads((tmp_path / "scene" / "scene.json").read_text(), parse_constant=pytest.fail)
+    json.loads((tmp_path / "step" / "step.json").read_text(), parse_constant=pytest.fail)
 
 
 class Own(nn.Linear):
@@ -175,7 +183,7 @@ def test_the_users_source_files_are_saved_with_their_hashes(tmp_path, repro):
     repro = replace(repro, model=Own(3, 2), buffers=[])
     for started, length in ((math.inf, 64), (0.0, None)):
         save_repro(tmp_path, replace(repro, metadata={} if started else {"started": started}))
-        code = json.loads((tmp_path / "scene.json").read_text())["code"]
+        code = json.loads((tmp_path / "step.json").read_text())["code"]
         assert code[__name__]["file"] == __file__
         digest = code[__name__]["sha256"]
         assert (digest and len(digest)) == length, "it was written after the run began"
@@ -186,8 +194,8 @@ def test_a_reading_of_nan_comes_back_and_still_compares(tmp_path):
     batch = marked(job.data.batches.get(0), [1])
     computed, reading = one_step(job, batch)
     assert math.isnan(reading.loss)
-    save_repro(tmp_path / "scene", scene_of(job, batch, computed, reading))
-    repro = load_repro(tmp_path / "scene", job.state.model, job.tools)
+    save_repro(tmp_path / "step", repro_of(job, batch, computed, reading))
+    repro = load_repro(tmp_path / "step", job.state.model, job.tools)
     assert replay(repro, "same").bitwise_equal_to_reading
     assert replay(replace(repro, reading=reading._replace(loss=1.0)), "same").bitwise_equal_to_reading is False
 
@@ -200,30 +208,30 @@ def test_the_numbers_of_a_ranks_part_are_saved(tmp_path, repro):
 
 def test_another_precision_is_tried_on_a_saved_repro_with_its_own_loss_scale(tmp_path):
     job = made(tmp_path / "bf16", *GPT, "precision=bf16")
-    save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
+    save_repro(tmp_path / "step", repro_of(job, job.data.batches.get(0)))
     other = made(tmp_path / "fp16", *GPT, "precision=fp16", "precision.init_scale=256")
-    assert load_repro(tmp_path / "scene", other.state.model, other.tools).loss_scale == 256
-    save_repro(tmp_path / "scene", replace(scene_of(other, job.data.batches.get(0)), loss_scale=32.0))
-    assert load_repro(tmp_path / "scene", other.state.model, other.tools).loss_scale == 32
-    assert load_repro(tmp_path / "scene", job.state.model, job.tools).loss_scale == 1
+    assert load_repro(tmp_path / "step", other.state.model, other.tools).loss_scale == 256
+    save_repro(tmp_path / "step", replace(repro_of(other, job.data.batches.get(0)), loss_scale=32.0))
+    assert load_repro(tmp_path / "step", other.state.model, other.tools).loss_scale == 32
+    assert load_repro(tmp_path / "step", job.state.model, job.tools).loss_scale == 1
 
 
-@pytest.mark.parametrize("file", ["batch.safetensors", "state.safetensors", "scene.json"])
+@pytest.mark.parametrize("file", ["batch.safetensors", "state.safetensors", "step.json"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
 def test_a_damaged_repro_is_refused_by_name(tmp_path, file, how):
     job = made(tmp_path / "run", *GPT)
-    save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
-    path = tmp_path / "scene" / file
+    save_repro(tmp_path / "step", repro_of(job, job.data.batches.get(0)))
+    path = tmp_path / "step" / file
     content = bytearray(path.read_bytes())
     if how == "gone":
         path.unlink()
     elif how == "cut":
         path.write_bytes(content[:-7])
     else:
-        content[0 if file == "scene.json" else -1] ^= 1
+        content[0 if file == "step.json" else -1] ^= 1
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=file):
-        load_repro(tmp_path / "scene", job.state.model, job.tools)
+        load_repro(tmp_path / "step", job.state.model, job.tools)
 
 
 ABSURD = {
@@ -243,30 +251,30 @@ ABSURD = {
 }
 
 
-def test_a_scene_with_absurd_values_is_refused_in_one_line(tmp_path):
+def test_a_saved_step_with_absurd_values_is_refused_in_one_line(tmp_path):
     job = made(tmp_path / "run", *GPT)
-    save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
-    file = tmp_path / "scene" / "scene.json"
+    save_repro(tmp_path / "step", repro_of(job, job.data.batches.get(0)))
+    file = tmp_path / "step" / "step.json"
     whole = json.loads(file.read_text())
     damaged = [json.dumps({**whole, key: value}) for key, values in ABSURD.items() for value in values]
     damaged += [json.dumps({name: value for name, value in whole.items() if name != key}) for key in ("step", "order")]
     for text in [*damaged, "[" * 100_000, '{"format": "1"}', "null"]:
         file.write_text(text)
-        with pytest.raises(ConfigError, match=r"scene.json|safetensors"):
-            load_repro(tmp_path / "scene", job.state.model, job.tools)
+        with pytest.raises(ConfigError, match=r"step.json|safetensors"):
+            load_repro(tmp_path / "step", job.state.model, job.tools)
     file.write_text(json.dumps(whole))
-    load_repro(tmp_path / "scene", job.state.model, job.tools)
+    load_repro(tmp_path / "step", job.state.model, job.tools)
 
 
 def test_a_repro_of_another_model_is_refused_unless_it_only_lacks_a_part(tmp_path):
     job = made(tmp_path / "run", *GPT)
-    save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
+    save_repro(tmp_path / "step", repro_of(job, job.data.batches.get(0)))
     wider = made(tmp_path / "wider", *GPT, "model.n_embd=32")
     with pytest.raises(ConfigError, match="'embedding.weight' is .* in the incident and .*: use the model options"):
-        load_repro(tmp_path / "scene", wider.state.model, wider.tools)
+        load_repro(tmp_path / "step", wider.state.model, wider.tools)
     normed = made(tmp_path / "normed", *GPT, "qknorm=layernorm")
     with pytest.raises(ConfigError, match="is absent in the incident"):
-        load_repro(tmp_path / "scene", normed.state.model, normed.tools)
-    repro = load_repro(tmp_path / "scene", normed.state.model, normed.tools, strict=False)
+        load_repro(tmp_path / "step", normed.state.model, normed.tools)
+    repro = load_repro(tmp_path / "step", normed.state.model, normed.tools, strict=False)
     assert torch.equal(normed.state.model.head.weight, job.state.model.head.weight)
     assert replay(repro, "same").finite

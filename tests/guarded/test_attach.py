@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from stabletrain.errors import ConfigError
-from stabletrain.guarded.attach import MOST_CALLS
+from stabletrain.guarded.attach import MAX_CALLS
 from stabletrain.guarded.guard import Guard
 from tests.guarded.given import batches, bits, network, same
 
@@ -242,7 +242,7 @@ def test_a_loop_that_never_steps_does_not_keep_every_batch(tmp_path):
     guard = Guard.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
     for _ in range(300):
         model(torch.ones(1, 4))
-    assert len(guard._attached.begun.parts) == MOST_CALLS < 300
+    assert len(guard._recorder.begun.micro_batches) == MAX_CALLS < 300
 
 
 def test_a_copy_of_the_model_is_not_guarded(tmp_path):
@@ -250,10 +250,10 @@ def test_a_copy_of_the_model_is_not_guarded(tmp_path):
     guard = Guard.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
     twin = copy.deepcopy(model)
     twin(torch.ones(2, 4))
-    assert guard._attached.begun is None
+    assert guard._recorder.begun is None
     restored = torch.load(io.BytesIO(pickled(model)), weights_only=False)
     restored(torch.ones(2, 4))
-    assert guard._attached.begun is None
+    assert guard._recorder.begun is None
 
 
 def pickled(model):

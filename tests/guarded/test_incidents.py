@@ -10,9 +10,10 @@ import torch
 from stabletrain.forensics.diagnosis import causes, fixes, fp8_causes, update_causes
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.handler import IncidentRequest
 from stabletrain.forensics.incident_list import incidents
 from stabletrain.forensics.probes.update import trace_update
-from stabletrain.guarded.incidents import IN_CODE, LoopHandler, in_code, of_any_loop
+from stabletrain.guarded.incidents import IN_CODE, LoopHandler, for_any_loop, in_code
 from tests.guarded.given import Loop, batches
 
 WRITTEN = sorted(
@@ -48,7 +49,7 @@ def test_values_are_kept_and_sentences_are_left_alone():
 
 def test_contributing_causes_are_translated_too_and_none_is_said_twice():
     other = Diagnosis("lr_too_high", 0.8, "", ["optimizer.lr=1"], [])
-    found = of_any_loop(Diagnosis("bad_init", 0.8, "", ["init=gpt2", "init=small"], [], [other]))
+    found = for_any_loop(Diagnosis("bad_init", 0.8, "", ["init=gpt2", "init=small"], [], [other]))
     assert found.fix == ["smaller initial weights"]
     assert found.also[0].fix == ["lower the learning rate to 1"]
 
@@ -66,7 +67,7 @@ def test_an_update_that_is_not_finite_is_explained_although_no_closure_can_run_a
     subject.update = lambda: trace_update(loop.model, optimizer, optimizer.step)
     handler = LoopHandler(10, 60.0, [])
     handler.open(tmp_path, RunSettings(values={"optimizer.eps": 0, "optimizer.lr": 0.1}))
-    found = handler.investigate(subject, "update", classes=None, optimizer=None, limits=(9.0, 9.0))
+    found = handler.investigate(subject, IncidentRequest("update", limits=(9.0, 9.0)))
     assert (found.diagnosis.cause, found.failures) == ("unsafe_optimizer", [])
     assert found.diagnosis.fix[0] == "eps=1e-08 in the optimizer, so that no denominator is 0"
     handler.write_incident(subject, found)

@@ -30,7 +30,7 @@ def card():
         optimizer.step()
         policy = RollbackGuard(snapshot_every=1)
         policy.check_state_every(0)
-        taken = States(model, optimizer, policy, scaling(None, None, torch.device("cuda", 0), together=False), None)
+        taken = States(model, optimizer, policy, scaling(None, None, torch.device("cuda", 0)), None)
         card.restart()
         yield model, optimizer, taken, card
 

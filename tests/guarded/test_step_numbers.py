@@ -76,7 +76,7 @@ def test_the_numbers_change_nothing_else(tmp_path):
         torch.manual_seed(2)
         for at, (batch, number) in enumerate(zip(batches(30), numbers, strict=True)):
             loop.guard.step(loop.loss, spoilt(batch) if 12 <= at < 16 else batch, step=number)
-        assert policy.rollbacks == 1
+        assert loop.guard._policy.rollbacks == 1
         found.append((loop.bits(), loop.guard.state_dict(), loop.guard.skips))
     assert same(found[0][0], found[1][0])
     assert found[0][1]["step"] == 30

@@ -422,7 +422,7 @@ class Guarded(Part):
             (loop.loss(x, y) * factor).backward()
             loop.optimizer.step()
         guard = loop.guard
-        return guard.last, guard.skips, guard.rolled_back, guard._best, loop.bits()
+        return guard.last, guard.skips, guard.rolled_back, guard._best_loss, loop.bits()
 
     def save(self):
         parts = self.it.model, self.it.optimizer, self.it.guard

@@ -60,7 +60,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "older": ("stabletrain.checkpoint.snapshots.Snapshots.newest", raises(RuntimeError("no snapshot"))),
     "send older": ("stabletrain.parallel.whole.Gather._pack", fails_on(Gather._pack, is_piece)),
-    "replay": (f"{FORENSICS}.replay.perform", raises(RuntimeError("no replay"))),
+    "replay": (f"{FORENSICS}.replay.forward_backward", raises(RuntimeError("no replay"))),
     "investigate": (f"{FORENSICS}.handler.investigate", raises(RuntimeError("no findings"))),
     "killed": (f"{FORENSICS}.handler.investigate", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)),
     "diagnose": (f"{FORENSICS}.investigate.diagnose", raises(RuntimeError("no diagnosis"))),

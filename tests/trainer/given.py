@@ -12,11 +12,12 @@ from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.comparison.pages.at_end import NoPage
 from stabletrain.data.to_device import ToDevice
 from stabletrain.forecast.forecast import NoForecast
-from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
+from stabletrain.forensics.handler import IncidentRequest, IncidentSummary, NoIncidentHandler
 from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.parallel.whole import WholeState
 from stabletrain.records import Batch, DeviceReading, Reading, TrainState
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import NoGuard
@@ -136,11 +137,13 @@ class Handler(NoIncidentHandler):
         self.newest = ""
         self.files = files
         self.kinds: list[str] = []
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[IncidentRequest] = []
+        self.states: list[WholeState] = []
 
-    def handle(self, make: Any, kind: str, **known: Any) -> IncidentSummary | None:
-        self.kinds.append(kind)
-        self.asked.append({"make": make, **known})
+    def handle(self, request: IncidentRequest, make_repro: Any, states: WholeState) -> IncidentSummary | None:
+        self.kinds.append(request.kind)
+        self.requests.append(request)
+        self.states.append(states)
         return IncidentSummary(Path("step-7-01"), "lr", "too high", ["lower it"], ["what"]) if self.files else None
 
 

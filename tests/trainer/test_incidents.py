@@ -158,13 +158,13 @@ def test_the_handler_is_told_classes_bounds_and_the_whole_optimizer():
     run = make_run(guard=SkipGuard())
     numbers = reading(**NAN)
     assert handle_incident(run, executed(numbers), numbers, "nonfinite")
-    (known,) = run.forensics.handler.asked
-    assert known["classes"] == 3
-    assert known["optimizer"] is run.state.optimizer
-    assert known["limits"] == run.tools.guard.bounds
+    (request,) = run.forensics.handler.requests
+    assert request.classes == 3
+    assert request.optimizer is run.state.optimizer
+    assert request.limits == run.tools.guard.bounds
     run.parallel.has_whole_moments = False
     handle_incident(run, executed(numbers), numbers, "nonfinite")
-    assert run.forensics.handler.asked[1]["optimizer"] is None
+    assert run.forensics.handler.requests[1].optimizer is None
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_the_state_given_to_an_investigation_is_older_than_the_step():
         run.saved.snapshots.take(step, {"step": step}, run.state)
     numbers = reading(8, applied=False)
     handle_incident(run, executed(numbers), numbers, "nonfinite")
-    (asked,) = run.forensics.handler.asked
-    assert asked["states"].gather() is run.state.model
-    assert asked["states"].gather_older() == {"step": 6}
+    (states,) = run.forensics.handler.states
+    assert states.gather() is run.state.model
+    assert states.gather_older() == {"step": 6}
 
 
 def test_a_replay_reads_the_batch_as_the_model_read_it():

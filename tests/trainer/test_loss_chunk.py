@@ -14,7 +14,7 @@ from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
-from tests.forensics.given import one_step, scene_of
+from tests.forensics.given import one_step, repro_of
 from tests.runs import ROOT, TINY_GPT, composed
 
 FEW = ["steps=6", "eval_every=3", "log_every=1", "checkpoint=off", "report=false", "warmup.steps=2"]
@@ -78,7 +78,7 @@ def test_a_finite_step_is_replayed_to_the_bit_in_chunks(tmp_path, monkeypatch, p
     batch = job.data.batches.get(0)
     job.data.batches.close()
     computed, reading = one_step(job, batch)
-    repro = scene_of(job, batch, computed, reading)
+    repro = repro_of(job, batch, computed, reading)
     taken, chunks = [], ChunkedLoss.chunks
     monkeypatch.setattr(ChunkedLoss, "chunks", lambda self, *given: taken.append(1) or chunks(self, *given))
     outcome = replay(repro, "same")

@@ -10,7 +10,7 @@ class Cause(NamedTuple):
 
     Attributes:
         title: short description, used as the heading of report.md.
-        sign: what the rule recognises the cause by.
+        sign: the evidence by which the rule recognises the cause.
         accident: if true, every incident of this cause is filed. If false, the cause is a mistake in the code or the
             configuration that lasts until it is fixed, so only its first incident in a run is filed.
     """

@@ -2,8 +2,8 @@
 
 Each rule is a function of the evidence alone: it returns a `Diagnosis`, or None if it does not hold. `RULES` lists them
 in order, and `diagnose.py` applies them: the first rule that holds gives the cause. A second rule for the same cause
-has its own name: `bad_inputs` gives `bad_batch`, `rushed_updates` gives `lr_too_high`, `overlong_updates` gives
-`optimizer_staleness`, `overflow` gives `unsafe_op`, and `vanished_update` gives `hardware_fault`. `cause_table.py`
+has its own name: `bad_inputs` gives `bad_batch`, `updates_too_large` gives `lr_too_high`, `updates_too_long` gives
+`optimizer_staleness`, `overflow` gives `unsafe_op`, and `finite_when_rerun` gives `hardware_fault`. `cause_table.py`
 lists all causes.
 """
 
@@ -14,64 +14,64 @@ from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import (
     DIVISIONS,
     FIRST_STEPS,
-    OVERLONG,
+    MAX_UPDATE_LENGTH,
     Evidence,
-    absurd_at_first,
-    beyond_lr,
-    has_logits,
-    has_risen,
+    finite_in_fp32,
+    first_loss_too_large,
+    has_cross_entropy,
+    has_input_outlier,
     is_spread,
-    jumped,
-    narrow,
-    no_result,
-    rushed,
-    too_bright,
-    wild,
+    loss_has_risen,
+    moved_beyond_lr,
+    moved_first,
+    moved_too_far,
+    no_finite_result,
+    weights_ruined,
 )
 from stabletrain.forensics.diagnosis.fixes import (
     FIXES,
-    larger_scale,
+    faster_second_moment,
+    larger_loss_scale,
+    logit_bounds,
     lower_lr,
     more_fp32_modules,
-    other_weights,
-    past_it,
-    slower,
-    structure,
-    wider,
-    younger_moments,
+    other_inits,
+    smaller_updates,
+    tolerate_batch,
+    wider_precision,
 )
 from stabletrain.forensics.diagnosis.fp8_causes import fp8_overflow, fp8_underflow
 from stabletrain.forensics.diagnosis.sentences import (
-    batch,
-    beside,
+    batch_name,
     chain_lines,
-    difference,
-    named,
+    origin_details,
     origin_lines,
     origin_sentence,
-    place,
+    replay_difference,
+    sample_name,
+    source_line,
 )
-from stabletrain.forensics.diagnosis.update_causes import bad_setting, unsafe_optimizer, vanished_update
+from stabletrain.forensics.diagnosis.update_causes import bad_setting, finite_when_rerun, unsafe_optimizer
 from stabletrain.forensics.probes.samples import describe
 from stabletrain.stability.guard.recheck import Finding
 
-SATURATED = 1e2
-ATTENTION = 1e3
-LOST = 1e4
+ONE_HOT_LOGIT = 1e2
+LARGE_LOGIT = 1e3
+DIVERGING_LOGIT = 1e4
 """Attention logits: at 1e2 a softmax is one-hot, above 1e3 growth is alarming, and every run of arXiv 2309.14322 that
 exceeded 1e4 diverged.
 """
 
-RISING = 1.02
+TREND_PER_STEP = 1.02
 """Growth per step that counts as a trend: both sizes are measured on the same batch, so only the weights differ."""
 
-LOG_Z = 30.0
+MAX_LOG_Z = 30.0
 """Distance of the mean log Z from 0, in nats, above which the output logits have drifted."""
 
-GROWN = 2.0
+MIN_GROWTH = 2.0
 """Growth of a quantity since the older state that is not routine."""
 
-STALE = 5.0
+STALE_RATIO = 5.0
 """RMS(g / sqrt(v)) above which Adam's second moment is out of date."""
 
 
@@ -80,25 +80,31 @@ def poison_input(e: Evidence) -> Diagnosis | None:
     bad = [sample for sample in e.samples if sample["fault"] == "input"]
     if not bad:
         return None
-    return Diagnosis("poison_input", 0.99, describe(bad, batch(e)), [f"clean {named(each, e)}" for each in bad], [])
+    return Diagnosis(
+        "poison_input", 0.99, describe(bad, batch_name(e)), [f"clean {sample_name(each, e)}" for each in bad], []
+    )
 
 
 def bad_label(e: Evidence) -> Diagnosis | None:
     """A label out of range, or a loss averaged over no target."""
     bad = [sample for sample in e.samples if sample["fault"] != "input"]
     if bad:
-        return Diagnosis("bad_label", 0.99, describe(bad, batch(e)), [f"correct {named(each, e)}" for each in bad], [])
+        return Diagnosis(
+            "bad_label", 0.99, describe(bad, batch_name(e)), [f"correct {sample_name(each, e)}" for each in bad], []
+        )
     o = e.origin
     if o is None or o.why != "mean_of_nothing" or "nll" not in o.op:  # any other empty mean is an unsafe_op
         return None
-    return Diagnosis("bad_label", 0.9, origin_sentence(e), [f"{place(e)}: divide by max(n, 1)"], beside(e))
+    return Diagnosis(
+        "bad_label", 0.9, origin_sentence(e), [f"{source_line(e)}: divide by max(n, 1)"], origin_details(e)
+    )
 
 
 def corrupt_state(e: Evidence) -> Diagnosis | None:
     """Weights, buffers or moments were corrupt before the step."""
     if e.kind == "state":
-        return changed_state(e)
-    bad = [d for d in e.damage if not d.large or not rushed(e)]
+        return state_changed(e)
+    bad = [d for d in e.damage if not d.large or not moved_too_far(e)]
     if not bad:
         return None
     first = bad[0]
@@ -107,8 +113,8 @@ def corrupt_state(e: Evidence) -> Diagnosis | None:
     return Diagnosis("corrupt_state", 0.95, verdict, fix, [f"{d.what} {d.name}: {d.words}" for d in bad[:8]])
 
 
-def changed_state(e: Evidence) -> Diagnosis:
-    """Weights, buffers or moments are not what the last update left."""
+def state_changed(e: Evidence) -> Diagnosis:
+    """Weights, buffers or moments have changed since the last update."""
     whose = "" if e.reading.rank < 0 else f" of rank {e.reading.rank}"
     names = [f"{d.what} {d.name}" for d in e.damage]
     what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "weights or moments"
@@ -123,7 +129,7 @@ def changed_state(e: Evidence) -> Diagnosis:
 def hardware_fault(e: Evidence) -> Diagnosis | None:
     """The replay differs from the step, while two replays are bitwise equal; or only the sum over the ranks was bad."""
     if e.recheck is not None:
-        return computed_twice(e.recheck)
+        return differs_from_recheck(e.recheck)
     again = e.outcomes.get("same")
     if again is None or again.finite is None:
         return None
@@ -138,10 +144,10 @@ def hardware_fault(e: Evidence) -> Diagnosis | None:
     fix = "resume on another device, and test this one"
     if e.parts_normal:
         fix = "resume on other devices, and test these and the network between them"
-    return Diagnosis("hardware_fault", confidence, difference(e, again), [fix], [])
+    return Diagnosis("hardware_fault", confidence, replay_difference(e, again), [fix], [])
 
 
-def computed_twice(found: Finding) -> Diagnosis | None:
+def differs_from_recheck(found: Finding) -> Diagnosis | None:
     """A gradient or an update came out differently when it was computed a second time."""
     if not found.differs:
         return None
@@ -175,12 +181,14 @@ def computed_twice(found: Finding) -> Diagnosis | None:
 
 def bad_inputs(e: Evidence) -> Diagnosis | None:
     """Finite inputs far larger than those of another batch."""
-    if not too_bright(e) or e.largest_input is None:
+    if not has_input_outlier(e) or e.largest_input is None:
         return None
-    loud = e.largest_input
-    sizes = f"a value of {loud.largest:.4g}; the largest in another batch is {loud.elsewhere:.4g}"
-    verdict = f"{named(loud.sample, e)} holds {sizes}"
-    return Diagnosis("bad_batch", 0.9, verdict, [f"clean {named(loud.sample, e)}", *past_it(e)], origin_lines(e))
+    largest = e.largest_input
+    sizes = f"a value of {largest.largest:.4g}; the largest in another batch is {largest.elsewhere:.4g}"
+    verdict = f"{sample_name(largest.sample, e)} holds {sizes}"
+    return Diagnosis(
+        "bad_batch", 0.9, verdict, [f"clean {sample_name(largest.sample, e)}", *tolerate_batch(e)], origin_lines(e)
+    )
 
 
 def loss_scale_collapse(e: Evidence) -> Diagnosis | None:
@@ -195,7 +203,7 @@ def loss_scale_collapse(e: Evidence) -> Diagnosis | None:
         "loss_scale_collapse",
         0.9,
         f"the loss scale has fallen to its minimum, {e.reading.loss_scale:g}, and gradients still overflow fp16",
-        [*wider(e), *more_fp32_modules(e), *structure(e)],
+        [*wider_precision(e), *more_fp32_modules(e), *logit_bounds(e)],
         origin_lines(e),
     )
 
@@ -216,65 +224,78 @@ def fp16_underflow(e: Evidence) -> Diagnosis | None:
     ]
     tried = (
         "no larger loss scale avoids both underflow and overflow"
-        if u.cure is None
-        else f"a loss scale of {u.cure:g} keeps them"
+        if u.sufficient_scale is None
+        else f"a loss scale of {u.sufficient_scale:g} keeps them"
     )
-    return Diagnosis("fp16_underflow", 0.95, verdict, larger_scale(e, u), [*lines, tried])
+    return Diagnosis("fp16_underflow", 0.95, verdict, larger_loss_scale(e, u), [*lines, tried])
 
 
 def zero_variance_norm(e: Evidence) -> Diagnosis | None:
     """A normalisation divides by a variance of 0."""
     o = e.origin
-    if o is None or wild(e):
+    if o is None or weights_ruined(e):
         return None
-    if o.why not in ("zero_variance", "variance_of_one") and not (o.why in DIVISIONS and is_spread([o.op, *e.makers])):
+    if o.why not in ("zero_variance", "variance_of_one") and not (
+        o.why in DIVISIONS and is_spread([o.op, *e.divisor_ops])
+    ):
         return None
-    fix = [f"add eps >= 1e-6 inside the square root at {place(e)}, and compute it in fp32"]
-    return Diagnosis("zero_variance_norm", 0.9, origin_sentence(e), fix + more_fp32_modules(e), beside(e))
+    fix = [f"add eps >= 1e-6 inside the square root at {source_line(e)}, and compute it in fp32"]
+    return Diagnosis("zero_variance_norm", 0.9, origin_sentence(e), fix + more_fp32_modules(e), origin_details(e))
 
 
 def fp16_overflow(e: Evidence) -> Diagnosis | None:
     """A value above 65504, the largest in fp16."""
     o = e.origin
-    if o is None or o.dtype != "float16" or not (o.why in ("overflow", "exp_overflow") or narrow(e)):
+    if o is None or o.dtype != "float16" or not (o.why in ("overflow", "exp_overflow") or finite_in_fp32(e)):
         return None
-    if (o.in_fp32 is not None and not math.isfinite(o.in_fp32)) or wild(e) or absurd_at_first(e):
+    if (o.in_fp32 is not None and not math.isfinite(o.in_fp32)) or weights_ruined(e) or first_loss_too_large(e):
         return None
     if e.finite("fp32") is False:  # fp16 without autocast: the model's own code casts
-        fix = [f"compute it in fp32: {place(e)} itself casts to float16"]
+        fix = [f"compute it in fp32: {source_line(e)} itself casts to float16"]
     else:
-        fix = [*wider(e), *more_fp32_modules(e), *structure(e)]
-    return Diagnosis("fp16_overflow", 0.95, origin_sentence(e), fix, beside(e))
+        fix = [*wider_precision(e), *more_fp32_modules(e), *logit_bounds(e)]
+    return Diagnosis("fp16_overflow", 0.95, origin_sentence(e), fix, origin_details(e))
 
 
 def unsafe_op(e: Evidence) -> Diagnosis | None:
     """An operation has no finite result for these inputs."""
     o = e.origin
-    if o is None or wild(e) or o.why in ("overflow", "given") or (o.why == "unknown" and not no_result(e)):
+    if (
+        o is None
+        or weights_ruined(e)
+        or o.why in ("overflow", "given")
+        or (o.why == "unknown" and not no_finite_result(e))
+    ):
         return None
     how = FIXES.get(o.why, "keep the argument inside the domain of the operation")
     sure = 0.7 if o.why in ("unknown", "buffer") else 0.9
-    return Diagnosis("unsafe_op", sure, origin_sentence(e), [f"{place(e)}: {how}"], beside(e))
+    return Diagnosis("unsafe_op", sure, origin_sentence(e), [f"{source_line(e)}: {how}"], origin_details(e))
 
 
 def bad_init(e: Evidence) -> Diagnosis | None:
     """The first steps fail with every batch."""
-    if e.reading.step > FIRST_STEPS or e.normal("fresh_batch") or e.normal("older_state") or rushed(e) or has_risen(e):
+    if (
+        e.reading.step > FIRST_STEPS
+        or e.normal("fresh_batch")
+        or e.normal("older_state")
+        or moved_too_far(e)
+        or loss_has_risen(e)
+    ):
         return None
     verdict = f"{origin_sentence(e)}, in step {e.reading.step}"
-    return Diagnosis("bad_init", 0.8, verdict, [*other_weights(e), *lower_lr(e)], beside(e) + chain_lines(e))
+    return Diagnosis("bad_init", 0.8, verdict, [*other_inits(e), *lower_lr(e)], origin_details(e) + chain_lines(e))
 
 
-def rushed_updates(e: Evidence) -> Diagnosis | None:
+def updates_too_large(e: Evidence) -> Diagnosis | None:
     """All weights have moved further than in any healthy training."""
-    if not rushed(e) or e.normal("fresh_batch") or e.drift is None:
+    if not moved_too_far(e) or e.normal("fresh_batch") or e.drift is None:
         return None
     d = e.drift
     verdict = (
         f"in {d.steps} steps, a typical parameter moved by {d.moved:.3g}, {d.share * d.steps:.3g} times its own RMS"
     )
-    fix = slower(e)
-    if beyond_lr(e):
+    fix = smaller_updates(e)
+    if moved_beyond_lr(e):
         verdict += f", further than lr={e.reading.lr:.3g} allows: at least one update was far too long"
         fix = ["guard=rollback", *fix] if e.setting.choices.get("guard") not in ("rollback", None) else fix
     return Diagnosis("lr_too_high", 0.85, verdict, fix, chain_lines(e))
@@ -285,9 +306,9 @@ def attention_logit_growth(e: Evidence) -> Diagnosis | None:
     name = "attn_logit_max" if e.size("attn_logit_max") > 0 else "softmax_max"  # attention that the probe does not know
     largest, grown = e.size(name), e.grown(name)
     others = 1.0 if e.drift is None else e.drift.grown  # squared below: a logit is a product of two weights
-    slow = RISING ** (1 if e.drift is None else e.drift.steps)
-    enough = 1.0 if largest > LOST else min(GROWN, slow) if largest > ATTENTION else GROWN
-    if not largest > SATURATED or not grown > enough * max(others, 1.0) ** 2:
+    slow = TREND_PER_STEP ** (1 if e.drift is None else e.drift.steps)
+    enough = 1.0 if largest > DIVERGING_LOGIT else min(MIN_GROWTH, slow) if largest > LARGE_LOGIT else MIN_GROWTH
+    if not largest > ONE_HOT_LOGIT or not grown > enough * max(others, 1.0) ** 2:
         return None
     fix = [
         f"{group}={option}"
@@ -303,10 +324,10 @@ def output_logit_drift(e: Evidence) -> Diagnosis | None:
     """log Z of the output softmax has drifted away from 0."""
     drift = abs(e.size("log_z_mean"))
     since = drift - abs(e.before.get("monitors/log_z_mean", math.nan))
-    torn = e.drift is not None and e.drift.grown > GROWN
-    if torn or not drift > LOG_Z or not since > min(LOG_Z / 2, 0.1 * drift):
+    torn = e.drift is not None and e.drift.grown > MIN_GROWTH
+    if torn or not drift > MAX_LOG_Z or not since > min(MAX_LOG_Z / 2, 0.1 * drift):
         return None
-    fix = ["zloss=palm"] if e.setting.choices.get("zloss") == "none" and has_logits(e) else []
+    fix = ["zloss=palm"] if e.setting.choices.get("zloss") == "none" and has_cross_entropy(e) else []
     return Diagnosis(
         "output_logit_drift",
         0.8,
@@ -323,63 +344,67 @@ def bad_batch(e: Evidence) -> Diagnosis | None:
     who = "" if e.culprits is None or not e.culprits.samples else f" (samples {e.culprits.samples[:8]})"
     sure = 0.9 if e.normal("older_state") is False else 0.7
     verdict = f"another batch is normal with the same weights, so this batch is to blame{who}"
-    fix = ["inspect the batch: batch.safetensors in the incident's folder", *past_it(e)]
+    fix = ["inspect the batch: batch.safetensors in the incident's folder", *tolerate_batch(e)]
     return Diagnosis("bad_batch", sure, verdict, fix, origin_lines(e))
 
 
 def overflow(e: Evidence) -> Diagnosis | None:
     """An overflow of fp32 or bf16, although the weights have not grown."""
     o = e.origin
-    if o is None or o.why != "overflow" or o.dtype == "float16" or (e.drift is not None and e.drift.grown > GROWN):
+    if o is None or o.why != "overflow" or o.dtype == "float16" or (e.drift is not None and e.drift.grown > MIN_GROWTH):
         return None
-    if has_risen(e):
+    if loss_has_risen(e):
         return None
-    fix = f"{place(e)}: scale the inputs down, or compute with logarithms"
-    return Diagnosis("unsafe_op", 0.6, origin_sentence(e), [fix, *lower_lr(e)], beside(e) + chain_lines(e))
+    fix = f"{source_line(e)}: scale the inputs down, or compute with logarithms"
+    return Diagnosis("unsafe_op", 0.6, origin_sentence(e), [fix, *lower_lr(e)], origin_details(e) + chain_lines(e))
 
 
-def overlong_updates(e: Evidence) -> Diagnosis | None:
+def updates_too_long(e: Evidence) -> Diagnosis | None:
     """Updates were longer than the learning rate allows, because v is older than m."""
-    if not e.overlong > OVERLONG or rushed(e) or e.normal("older_state") is False:
+    if not e.update_length > MAX_UPDATE_LENGTH or moved_too_far(e) or e.normal("older_state") is False:
         return None
-    verdict = f"updates were up to {e.overlong:.3g} times the learning rate: RMS(m / sqrt(v)) should be at most about 1"
-    return Diagnosis("optimizer_staleness", 0.8, verdict, [*younger_moments(e), *lower_lr(e)], origin_lines(e))
+    verdict = (
+        f"updates were up to {e.update_length:.3g} times the learning rate: RMS(m / sqrt(v)) should be at most about 1"
+    )
+    return Diagnosis("optimizer_staleness", 0.8, verdict, [*faster_second_moment(e), *lower_lr(e)], origin_lines(e))
 
 
 def optimizer_staleness(e: Evidence) -> Diagnosis | None:
     """Gradients have outgrown Adam's second moment."""
-    if not e.staleness > STALE or e.normal("older_state") is False or e.normal("fresh_batch") or jumped(e):
+    if not e.staleness > STALE_RATIO or e.normal("older_state") is False or e.normal("fresh_batch") or moved_first(e):
         return None
-    if has_risen(e):  # the loss has risen with the gradients: updates were too large
+    if loss_has_risen(e):  # the loss has risen with the gradients: updates were too large
         return None
     verdict = f"RMS(g / sqrt(v)) is {e.staleness:.3g}; it should be near 1"
-    return Diagnosis("optimizer_staleness", 0.7, verdict, [*younger_moments(e), *lower_lr(e)], [])
+    return Diagnosis("optimizer_staleness", 0.7, verdict, [*faster_second_moment(e), *lower_lr(e)], [])
 
 
 def lr_too_high(e: Evidence) -> Diagnosis | None:
     """Other batches fail too, and no earlier rule holds."""
     if e.normal("fp32") is not False:
         return None
-    if e.normal("fresh_batch") is None and has_risen(e):
+    if e.normal("fresh_batch") is None and loss_has_risen(e):
         verdict = f"the loss was {e.setting.best_loss:.4g} and has risen to {e.reading.loss:.4g}, and fp32 fails too"
-        return Diagnosis("lr_too_high", 0.6, verdict, slower(e), chain_lines(e))
+        return Diagnosis("lr_too_high", 0.6, verdict, smaller_updates(e), chain_lines(e))
     if e.normal("fresh_batch") is not False:
         return None
     sure = 0.8 if e.normal("older_state") else 0.6
     verdict, lines = "another batch fails with these weights too, even in fp32", chain_lines(e)
-    if e.staleness > STALE and jumped(e):
+    if e.staleness > STALE_RATIO and moved_first(e):
         verdict += ", and older weights are normal: an update moved them too far"
         lines = [
-            f"RMS(g / sqrt(v)) is {e.staleness:.3g}, and RMS(m / sqrt(v)) of the last update was {e.overlong:.3g}: "
-            "the gradients grew only after that update, so v was not out of date",
+            f"RMS(g / sqrt(v)) is {e.staleness:.3g}, and RMS(m / sqrt(v)) of the last update was "
+            f"{e.update_length:.3g}: the gradients grew only after that update, so v was not out of date",
             *lines,
         ]
-    return Diagnosis("lr_too_high", sure, verdict, slower(e), lines)
+    return Diagnosis("lr_too_high", sure, verdict, smaller_updates(e), lines)
 
 
 def unknown(e: Evidence) -> Diagnosis:
     """No rule holds."""
-    return Diagnosis("unknown", 0.0, origin_sentence(e), [*wider(e), *lower_lr(e)], beside(e) + chain_lines(e))
+    return Diagnosis(
+        "unknown", 0.0, origin_sentence(e), [*wider_precision(e), *lower_lr(e)], origin_details(e) + chain_lines(e)
+    )
 
 
 Rule = Callable[[Evidence], Diagnosis | None]
@@ -392,7 +417,7 @@ RULES: tuple[Rule, ...] = (
     # An update that was not finite, from a state and gradients that were: nothing before it is to blame.
     bad_setting,
     unsafe_optimizer,
-    vanished_update,
+    finite_when_rerun,
     hardware_fault,
     bad_inputs,
     # The number format comes before the weights: fp16 overflows with weights that are fine in bf16.
@@ -405,8 +430,8 @@ RULES: tuple[Rule, ...] = (
     unsafe_op,
     # The weights: first the initial ones, then the effect of updates, specific rules before general ones.
     bad_init,
-    rushed_updates,
-    overlong_updates,
+    updates_too_large,
+    updates_too_long,
     attention_logit_growth,
     output_logit_drift,
     # Causes that only replays can tell apart: this batch fails, or every batch fails with these weights.

@@ -28,19 +28,19 @@ from stabletrain.forensics.diagnosis.causes import (
     fp16_overflow,
     hardware_fault,
     output_logit_drift,
-    overlong_updates,
     poison_input,
-    rushed_updates,
     unknown,
     unsafe_op,
+    updates_too_large,
+    updates_too_long,
     zero_variance_norm,
 )
-from stabletrain.forensics.diagnosis.evidence import Evidence, rushed
+from stabletrain.forensics.diagnosis.evidence import Evidence, moved_too_far
 
-OPERATION = (zero_variance_norm, fp16_overflow, fp8_overflow, unsafe_op)
+OPERATION_RULES = (zero_variance_norm, fp16_overflow, fp8_overflow, unsafe_op)
 """Rules that explain a single operation; only the first that holds is used."""
 
-GROWTHS = (overlong_updates, attention_logit_growth, output_logit_drift)
+GROWTH_RULES = (updates_too_long, attention_logit_growth, output_logit_drift)
 """Rules about one quantity that has grown, although most weights have not moved too far."""
 
 
@@ -49,12 +49,12 @@ def diagnose(e: Evidence) -> Diagnosis:
     for rule in RULES:
         if (found := rule(e)) is not None:
             alone = rule in (corrupt_state, hardware_fault)
-            others = [] if alone else [other(e) for other in contributing(e) if other is not rule]
+            others = [] if alone else [other(e) for other in contributing_rules(e) if other is not rule]
             return replace(found, also=[one for one in others if one is not None and one.cause != found.cause])
     return unknown(e)
 
 
-def contributing(e: Evidence) -> list[Rule]:
+def contributing_rules(e: Evidence) -> list[Rule]:
     """The rules whose causes contribute if they hold."""
     if poison_input(e):
         return [bad_label]  # bad inputs: the step is not replayed, so there is no other evidence
@@ -62,9 +62,10 @@ def contributing(e: Evidence) -> list[Rule]:
         return []  # the replay is normal: it shows no further cause
     rules: list[Rule] = []
     if bad_inputs(e):
-        rules += [rule for rule in OPERATION if rule(e)][:1]
+        rules += [rule for rule in OPERATION_RULES if rule(e)][:1]
     if e.normal("older_state"):
-        rules += [rushed_updates] if rushed(e) else GROWTHS  # if all weights have moved too far, so have the logits
+        # If all weights have moved too far, so have the logits.
+        rules += [updates_too_large] if moved_too_far(e) else GROWTH_RULES
     if e.culprits is not None and e.culprits.samples and not e.culprits.others_too:
         rules.append(bad_batch)
     return rules

@@ -94,19 +94,20 @@ class LargestInput:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that was found out about one incident.
+    """All evidence about one incident.
 
     Attributes:
         kind: `nonfinite`, `spike`, `loss_scale`, `bad_data` for a finite step whose batch is bad, `state` for weights,
-            buffers or moments that changed between two updates, `recheck` for a computation that came out otherwise, or
-            `update` for an optimizer's step that was not finite although loss, gradients and state were.
+            buffers or moments that changed between two updates, `recheck` for a computation that gave another result
+            the second time, or `update` for an optimizer's step that was not finite although loss, gradients and state
+            were.
         reading: the step's.
-        part: what the investigating rank measured of its own part of the step; None in a single process.
+        part: the investigating rank's own part of the step, as it measured it; None in a single process.
         parts_normal: on several ranks, whether the own part of every rank was normal, in the step and in a replay.
         samples: bad samples of the batch, from `bad_samples`.
         damage: corruption of the state before the step.
         origin: the operation to blame for non-finite values; None for a finite step.
-        makers: names of the operations that computed the origin's divisor or root argument, nearest first.
+        divisor_ops: names of the operations that computed the origin's divisor or root argument, nearest first.
         outcomes: of the replays, by variant.
         repeats: whether two replays gave the same bits; None if not tested.
         drift: change of the weights since the older state; None if there is none.
@@ -115,12 +116,12 @@ class Evidence:
         before: the same metrics on an older state.
         largest_input: the sample with the largest input; None for token ids, or without another batch to
             compare with.
-        overlong: largest RMS(m / sqrt(v)) over the parameters, from the moments before the step: the length of the last
-            update in learning rates. NaN without such moments.
+        update_length: largest RMS(m / sqrt(v)) over the parameters, from the moments before the step. It is the length
+            of the last update in learning rates. NaN without such moments.
         staleness: largest RMS(g / sqrt(v)) over the parameters; NaN without a second moment.
         underflow: gradients lost in fp16 or fp8; None if not measured.
         fp8: what casts to fp8 lost; None if there are none.
-        recheck: what came out differently when it was computed a second time; None for other kinds.
+        recheck: the computation that gave another result the second time; None for other kinds.
         update: why the optimizer's step was not finite; None for other kinds, or if it is finite when run again.
         update_ran: whether the optimizer's step was run again.
         setting: the run's settings.
@@ -133,7 +134,7 @@ class Evidence:
     samples: Sequence[Mapping[str, Any]] = ()
     damage: Sequence[Damage] = ()
     origin: Origin | None = None
-    makers: Sequence[str] = ()
+    divisor_ops: Sequence[str] = ()
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     repeats: bool | None = None
     drift: Drift | None = None
@@ -141,7 +142,7 @@ class Evidence:
     sizes: Mapping[str, float] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)
     largest_input: LargestInput | None = None
-    overlong: float = math.nan
+    update_length: float = math.nan
     staleness: float = math.nan
     underflow: Underflow | None = None
     fp8: Fp8Casts | None = None
@@ -181,37 +182,37 @@ class Evidence:
 FIRST_STEPS = 3
 """Steps in which the initialisation, not training, determines the weights."""
 
-RUSHED = 0.4
+LR_TOO_HIGH = 0.4
 """If a typical parameter moves per step by more than this share of its own RMS, the learning rate is at fault.
 
 For comparison: Adam's first step at the common rate 3e-3 moves weights of std 0.02 by a share of 0.15.
 """
 
-WILD = 3.0
+WEIGHTS_RUINED = 3.0
 """If the same share exceeds this, the learning rate is to blame for any failure, at whatever operation it begins."""
 
-ABSURD = 30.0
+FIRST_LOSS_TOO_LARGE = 30.0
 """If the loss of a first step exceeds this, in nats, the initialisation is at fault: guessing among 50,000 costs 11."""
 
-WAYS = 4.0
+ADAM_SLACK_LRS = 4.0
 """Allowance, in learning rates, for single updates of Adam that are longer than the learning rate."""
 
-ORDINARY = 1.0
+USUAL_UPDATE_LENGTH = 1.0
 """Up to this RMS(m / sqrt(v)), the gradients agree with v: the update is at most as long as the learning rate."""
 
-OVERLONG = 1.5
+MAX_UPDATE_LENGTH = 1.5
 """Above this RMS(m / sqrt(v)), updates are too long. It is at most about 1 if m and v are equally old."""
 
-BRIGHT = 20.0
+INPUT_OUTLIER_RATIO = 20.0
 """An input is an outlier if it is more than this many times the largest input of another batch; as in the guard."""
 
-RISEN = 100.0
+LOSS_RISEN_RATIO = 100.0
 """If the loss exceeds this multiple of its smallest value, updates have led away from there."""
 
-DECAYED = 0.5
+MAX_DECAY_PER_STEP = 0.5
 """Weight decay is to blame if it removes more than this share of the weights per step."""
 
-HUGE = 1e6
+HUGE_INPUT = 1e6
 """Inputs above this may overflow inside an operation even in fp64."""
 
 DIVISIONS = ("division_by_zero", "zero_over_zero", "zero_to_negative_power", "inf_minus_inf", "zero_times_inf")
@@ -238,78 +239,82 @@ def is_spread(ops: Sequence[str]) -> bool:
     return scaled or (at is not None and names[at + 1 : at + 2] == ["sub"])
 
 
-def narrow(e: Evidence) -> bool:
+def finite_in_fp32(e: Evidence) -> bool:
     """Whether the step is finite in fp32."""
     return e.finite("fp32") is True and e.origin is not None and e.origin.in_fp32 is not None
 
 
-def no_result(e: Evidence) -> bool:
+def no_finite_result(e: Evidence) -> bool:
     """Whether the operation has no finite result in fp64 either, for inputs that are finite and not huge."""
     o = e.origin
     if o is None or o.should_have_been is None or math.isfinite(o.should_have_been):
         return False
-    return all(read.absmax is None or read.absmax < HUGE for read in o.inputs)
+    return all(read.absmax is None or read.absmax < HUGE_INPUT for read in o.inputs)
 
 
-def overlong(e: Evidence) -> float:
-    """Length of the updates in learning rates if it exceeds `OVERLONG`, else 1."""
-    return e.overlong if e.overlong > OVERLONG else 1.0
+def excess_length(e: Evidence) -> float:
+    """Length of the updates in learning rates if it exceeds `MAX_UPDATE_LENGTH`, else 1."""
+    return e.update_length if e.update_length > MAX_UPDATE_LENGTH else 1.0
 
 
-def rushed(e: Evidence) -> bool:
-    """Whether most weights have moved further than in any healthy training."""
-    return e.drift is not None and (e.drift.share / overlong(e) > RUSHED or beyond_lr(e))
+def moved_too_far(e: Evidence) -> bool:
+    """Whether most weights have moved further than healthy training moves them."""
+    return e.drift is not None and (e.drift.share / excess_length(e) > LR_TOO_HIGH or moved_beyond_lr(e))
 
 
-def beyond_lr(e: Evidence) -> bool:
+def moved_beyond_lr(e: Evidence) -> bool:
     """Whether the weights have moved further than `drift.steps` updates at the learning rate allow."""
     rate = e.setting.values.get("optimizer.lr")
     if e.drift is None or not e.drift.adaptive or not isinstance(rate, int | float):
         return False
     # moments of different ages make updates long without any fault of the learning rate
-    return e.drift.moved > rate * (e.drift.steps + WAYS) * overlong(e)
+    return e.drift.moved > rate * (e.drift.steps + ADAM_SLACK_LRS) * excess_length(e)
 
 
-def jumped(e: Evidence) -> bool:
+def moved_first(e: Evidence) -> bool:
     """Whether the weights moved too far first, and the gradients outgrew v only afterwards.
 
     If v had been out of date, the growing gradients would have made the last update longer than the learning rate.
     """
-    return e.overlong <= ORDINARY and e.normal("older_state") is True
+    return e.update_length <= USUAL_UPDATE_LENGTH and e.normal("older_state") is True
 
 
-def wild(e: Evidence) -> bool:
-    """Whether updates have ruined the weights, so that the first operation that fails tells nothing about the cause."""
-    torn = e.drift is not None and (e.drift.share > WILD or beyond_lr(e))
+def weights_ruined(e: Evidence) -> bool:
+    """Whether updates have ruined the weights, so that the first operation that fails does not show the cause."""
+    torn = e.drift is not None and (e.drift.share > WEIGHTS_RUINED or moved_beyond_lr(e))
     return torn and e.normal("older_state") is True
 
 
-def has_logits(e: Evidence) -> bool:
+def has_cross_entropy(e: Evidence) -> bool:
     """Whether the loss is the cross-entropy: then a z-loss is possible, and guessing has a known loss."""
     return e.setting.choices.get("objective", "cross_entropy") == "cross_entropy"
 
 
-def absurd_at_first(e: Evidence) -> bool:
+def first_loss_too_large(e: Evidence) -> bool:
     """Whether the loss of one of the first steps, computed in fp32, is far above the loss of random guessing."""
-    wide = e.outcomes.get("fp32") if has_logits(e) else None
-    return e.reading.step <= FIRST_STEPS and wide is not None and (wide.loss or 0.0) > ABSURD
+    wide = e.outcomes.get("fp32") if has_cross_entropy(e) else None
+    return e.reading.step <= FIRST_STEPS and wide is not None and (wide.loss or 0.0) > FIRST_LOSS_TOO_LARGE
 
 
-def has_risen(e: Evidence) -> bool:
+def loss_has_risen(e: Evidence) -> bool:
     """Whether updates have made the loss far larger than it was."""
     best = e.setting.best_loss
-    return best < math.inf and e.reading.loss > RISEN * max(best, 0.0) > 0
+    return best < math.inf and e.reading.loss > LOSS_RISEN_RATIO * max(best, 0.0) > 0
 
 
-def too_bright(e: Evidence) -> bool:
+def has_input_outlier(e: Evidence) -> bool:
     """Whether an input is far larger than the inputs of another batch, and the step is finite with that other batch."""
     known = e.largest_input is not None and e.largest_input.elsewhere > 0
-    return known and e.largest_input.largest > BRIGHT * e.largest_input.elsewhere and e.finite("fresh_batch") is True
+    return (
+        known
+        and e.largest_input.largest > INPUT_OUTLIER_RATIO * e.largest_input.elsewhere
+        and e.finite("fresh_batch") is True
+    )
 
 
-def decayed(e: Evidence) -> bool:
+def decay_too_strong(e: Evidence) -> bool:
     """Whether weight decay alone ruins the weights."""
     decay, rate = (e.setting.values.get(f"optimizer.{key}") for key in ("weight_decay", "lr"))
     if not isinstance(decay, int | float) or not isinstance(rate, int | float) or decay <= 1:
         return False  # an ordinary decay does no harm: blame the learning rate
-    return decay * (1.0 if e.setting.values.get("optimizer.decay") == "independent" else rate) > DECAYED
+    return decay * (1.0 if e.setting.values.get("optimizer.decay") == "independent" else rate) > MAX_DECAY_PER_STEP

@@ -2,10 +2,16 @@
 
 from collections.abc import Sequence
 
-from stabletrain.forensics.diagnosis.evidence import RUSHED, Evidence, beyond_lr, decayed, has_logits
+from stabletrain.forensics.diagnosis.evidence import (
+    LR_TOO_HIGH,
+    Evidence,
+    decay_too_strong,
+    has_cross_entropy,
+    moved_beyond_lr,
+)
 from stabletrain.forensics.probes.underflow import Underflow
 
-HEALTHY = 0.01
+HEALTHY_MOVE = 0.01
 """Share of its own RMS that a typical parameter may move in a step."""
 
 CUSTOMARY_STD = 0.02
@@ -34,7 +40,7 @@ FIXES = {
 """What to change at an operation that has no finite result, by `Origin.why`."""
 
 
-def wider(e: Evidence) -> list[str]:
+def wider_precision(e: Evidence) -> list[str]:
     """A precision with a larger range than fp16's; nothing if the run does not use fp16."""
     chosen = e.setting.choices.get("precision")
     if chosen == "auto" and e.origin is not None and e.origin.dtype == "float16":
@@ -50,9 +56,9 @@ def more_fp32_modules(e: Evidence) -> list[str]:
     return [f"precision.fp32_modules=[{o.module}]"] if o is not None and inside and low else []
 
 
-def structure(e: Evidence) -> list[str]:
+def logit_bounds(e: Evidence) -> list[str]:
     """Options that keep logits small, if the model and the objective support them and they are off."""
-    able = {"qknorm": e.setting.has_attention, "softcap": e.setting.has_attention, "zloss": has_logits(e)}
+    able = {"qknorm": e.setting.has_attention, "softcap": e.setting.has_attention, "zloss": has_cross_entropy(e)}
     return [
         f"{group}={option}"
         for group, option in (("qknorm", "layernorm"), ("softcap", "gemma2"), ("zloss", "palm"))
@@ -60,20 +66,20 @@ def structure(e: Evidence) -> list[str]:
     ]
 
 
-def larger_scale(e: Evidence, u: Underflow) -> list[str]:
+def larger_loss_scale(e: Evidence, u: Underflow) -> list[str]:
     """The smallest loss scale that works, a faster return to it if overflows have lowered it, and a wider precision."""
     initial, interval = (e.setting.values.get(f"precision.{key}") for key in ("init_scale", "growth_interval"))
     auto = e.setting.choices.get("precision") == "auto"  # fp16 was chosen because the card has no bf16
     fix = [f"precision={'fp32' if auto else 'bf16'}"]
-    if u.cure is None or not isinstance(initial, int | float):
+    if u.sufficient_scale is None or not isinstance(initial, int | float):
         return fix
-    if u.cure > initial:
-        return [f"precision.init_scale={int(u.cure)}", *fix]
+    if u.sufficient_scale > initial:
+        return [f"precision.init_scale={int(u.sufficient_scale)}", *fix]
     shorter = isinstance(interval, int) and interval > 1
     return [*fix, *([f"precision.growth_interval={max(1, interval // 10)}"] if shorter else [])]
 
 
-def other_weights(e: Evidence) -> list[str]:
+def other_inits(e: Evidence) -> list[str]:
     """Common initialisations of ordinary size that differ from the run's."""
     chosen, std = e.setting.choices.get("init"), e.setting.values.get("init.std")
     smaller = isinstance(std, int | float) and std > CUSTOMARY_STD
@@ -83,7 +89,7 @@ def other_weights(e: Evidence) -> list[str]:
     return [f"init.std={CUSTOMARY_STD}", *fix] if smaller and chosen == usual[0] else fix
 
 
-def nonzero_weights(e: Evidence, names: Sequence[str]) -> list[str]:
+def nonzero_init(e: Evidence, names: Sequence[str]) -> list[str]:
     """An initialisation without zeros for matrices that are all 0, so that gradients flow through them."""
     listed = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
     if e.setting.choices.get("init") == "zero_residual":
@@ -91,20 +97,20 @@ def nonzero_weights(e: Evidence, names: Sequence[str]) -> list[str]:
     return [f"initialise {listed} otherwise than with zeros: no gradient flows through them"]
 
 
-def any_clipping(e: Evidence) -> list[str]:
+def norm_clipping(e: Evidence) -> list[str]:
     """Clipping by the norm, if the run does not clip."""
     return ["clipping=norm"] if e.setting.choices.get("clipping") == "none" else []
 
 
-def slower(e: Evidence) -> list[str]:
+def smaller_updates(e: Evidence) -> list[str]:
     """A learning rate or weight decay at which a typical parameter moves by a healthy share of its RMS per step."""
-    if decayed(e):
+    if decay_too_strong(e):
         customary = 0.1 if e.drift is None or e.drift.adaptive else 1e-4
         return [f"optimizer.weight_decay={customary:g}"]
     rate = e.setting.values.get("optimizer.lr")
-    if e.drift is None or not isinstance(rate, int | float) or e.drift.share <= RUSHED or beyond_lr(e):
+    if e.drift is None or not isinstance(rate, int | float) or e.drift.share <= LR_TOO_HIGH or moved_beyond_lr(e):
         return lower_lr(e)
-    return [f"optimizer.lr={rate * HEALTHY / e.drift.share:.1g}", *lower_lr(e)[:-1]]
+    return [f"optimizer.lr={rate * HEALTHY_MOVE / e.drift.share:.1g}", *lower_lr(e)[:-1]]
 
 
 def lower_lr(e: Evidence) -> list[str]:
@@ -118,14 +124,14 @@ def lower_lr(e: Evidence) -> list[str]:
     return fix
 
 
-def younger_moments(e: Evidence) -> list[str]:
+def faster_second_moment(e: Evidence) -> list[str]:
     """An optimizer that clips updates when the second moment lags, or a smaller beta2."""
     betas = e.setting.values.get("optimizer.betas") or [0, 0]
     fix = ["optimizer=stable_adamw"] if e.setting.choices.get("optimizer") == "adamw" else []
     return [*fix, *([f"optimizer.betas=[{betas[0]},0.95]"] if betas[-1] > 0.95 else [])]
 
 
-def past_it(e: Evidence) -> list[str]:
+def tolerate_batch(e: Evidence) -> list[str]:
     """Options that tolerate a bad batch, unless the run has them already."""
     fix = [] if e.setting.choices.get("guard") in ("rollback", None) else ["guard=rollback"]
     return [*fix, *([] if e.setting.choices.get("clipping") == "zclip" else ["clipping=zclip"])]

@@ -7,8 +7,8 @@ trace of a non-finite step begins at the cast, or if whole gradients are 0 in fp
 import math
 
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
-from stabletrain.forensics.diagnosis.evidence import Evidence, absurd_at_first, narrow, wild
-from stabletrain.forensics.diagnosis.sentences import beside, origin_sentence, place
+from stabletrain.forensics.diagnosis.evidence import Evidence, finite_in_fp32, first_loss_too_large, weights_ruined
+from stabletrain.forensics.diagnosis.sentences import origin_details, origin_sentence, source_line
 from stabletrain.forensics.probes.fp8_casts import Cast
 from stabletrain.forensics.trace.origin import Origin
 
@@ -16,25 +16,27 @@ from stabletrain.forensics.trace.origin import Origin
 def fp8_overflow(e: Evidence) -> Diagnosis | None:
     """A cast saturates, or gives NaN or Inf from finite values; or its scale is infinite; or a product overflows."""
     if e.origin is not None:
-        return infinite_scale(e) or traced(e, e.origin)
-    if not harmful(e) or e.fp8 is None or not e.fp8.clipped:
+        return infinite_scale(e) or traced_to_cast(e, e.origin)
+    if not casts_did_harm(e) or e.fp8 is None or not e.fp8.clipped:
         return None
     worst = e.fp8.clipped[0]
     lost = f"saturates {worst.saturated:.0%} of its values" if worst.saturated else f"makes {worst.nonfinite:.0%} NaN"
-    return Diagnosis("fp8_overflow", 0.9, f"{words(worst)} {lost}, {cured(e)}", helpful(e), lines(e))
+    return Diagnosis("fp8_overflow", 0.9, f"{cast_name(worst)} {lost}, {without_fp8(e)}", cast_fixes(e), cast_lines(e))
 
 
-def traced(e: Evidence, o: Origin) -> Diagnosis | None:
+def traced_to_cast(e: Evidence, o: Origin) -> Diagnosis | None:
     """The trace begins at a cast to fp8, or at a product of fp8 values, whose result is finite in fp64."""
     cast = o.dtype.startswith("float8")
     product = any(values.dtype.startswith("float8") for values in o.inputs)
-    if not (cast or product) or wild(e) or absurd_at_first(e):
+    if not (cast or product) or weights_ruined(e) or first_loss_too_large(e):
         return None
     if any(result is None or not math.isfinite(result) for result in (o.should_have_been, o.in_fp32)):
         return None
     # If it fails in fp32 too, the model's own code casts.
-    fix = [own_scale(place(e))] if e.finite("fp32") is False else helpful(e)
-    return Diagnosis("fp8_overflow", 0.95 if cast or narrow(e) else 0.8, origin_sentence(e), fix, beside(e))
+    fix = [scale_before_cast(source_line(e))] if e.finite("fp32") is False else cast_fixes(e)
+    return Diagnosis(
+        "fp8_overflow", 0.95 if cast or finite_in_fp32(e) else 0.8, origin_sentence(e), fix, origin_details(e)
+    )
 
 
 def infinite_scale(e: Evidence) -> Diagnosis | None:
@@ -42,11 +44,11 @@ def infinite_scale(e: Evidence) -> Diagnosis | None:
     if e.fp8 is None or e.origin is None:
         return None
     here = [one for one in e.fp8.casts if math.isinf(one.scale) and one.module == e.origin.module]
-    if not here or e.origin.why not in ("division_by_zero", "overflow") or wild(e):
+    if not here or e.origin.why not in ("division_by_zero", "overflow") or weights_ruined(e):
         return None
-    verdict = f"the scale of {words(here[0])} is infinite: {origin_sentence(e)}"
-    fix = f"{place(e)}: clamp the tensor's largest value to at least 1e-12 before dividing by it"
-    return Diagnosis("fp8_overflow", 0.9, verdict, [fix], beside(e))
+    verdict = f"the scale of {cast_name(here[0])} is infinite: {origin_sentence(e)}"
+    fix = f"{source_line(e)}: clamp the tensor's largest value to at least 1e-12 before dividing by it"
+    return Diagnosis("fp8_overflow", 0.9, verdict, [fix], origin_details(e))
 
 
 def fp8_underflow(e: Evidence) -> Diagnosis | None:
@@ -62,54 +64,55 @@ def fp8_underflow(e: Evidence) -> Diagnosis | None:
             f"{one.lost:.1%} of those that are not 0 in fp32"
             for one in u.worst
         ]
-        return Diagnosis("fp8_underflow", 0.95, verdict, helpful(e), [*listed, *lines(e)])
-    if not harmful(e) or e.fp8 is None or e.fp8.clipped or not e.fp8.lost:
+        return Diagnosis("fp8_underflow", 0.95, verdict, cast_fixes(e), [*listed, *cast_lines(e)])
+    if not casts_did_harm(e) or e.fp8 is None or e.fp8.clipped or not e.fp8.lost:
         return None
     worst = e.fp8.lost[0]
-    verdict = f"{words(worst)} flushes {worst.flushed:.0%} of its values to 0, {cured(e)}"
-    return Diagnosis("fp8_underflow", 0.9, verdict, helpful(e), lines(e))
+    verdict = f"{cast_name(worst)} flushes {worst.flushed:.0%} of its values to 0, {without_fp8(e)}"
+    return Diagnosis("fp8_underflow", 0.9, verdict, cast_fixes(e), cast_lines(e))
 
 
-def harmful(e: Evidence) -> bool:
+def casts_did_harm(e: Evidence) -> bool:
     """Whether the step fails again with fp8, and is normal without."""
     return e.fp8 is not None and e.normal("same") is False and e.within_limits(e.fp8.without) is True
 
 
-def helpful(e: Evidence) -> list[str]:
+def cast_fixes(e: Evidence) -> list[str]:
     """Overrides that made a replay of the step normal, then bf16; a change to the code if the run is not in fp8."""
     tried = {} if e.fp8 is None else e.fp8.tried
     found = [override for override, outcome in tried.items() if e.within_limits(outcome)]
     if e.setting.choices.get("precision") == "fp8":
         return [*found, "precision=bf16"]
     worst = None if e.fp8 is None or not e.fp8.casts else e.fp8.casts[0]
-    return [own_scale(place(e) if worst is None else worst.source or worst.module)]
+    return [scale_before_cast(source_line(e) if worst is None else worst.source or worst.module)]
 
 
-def own_scale(where: str) -> str:
+def scale_before_cast(where: str) -> str:
     """The change to the user's own cast."""
     return f"{where}: before the cast to fp8, scale by the largest fp8 number over the tensor's own largest value"
 
 
-def words(cast: Cast) -> str:
+def cast_name(cast: Cast) -> str:
     """Names a cast, its scale and the largest value."""
     scale = "" if not math.isfinite(cast.scale) else f", scaled by {cast.scale:.4g}"
     top = "" if math.isnan(cast.absmax) else f" (up to {cast.absmax:.4g}{scale})"
     return f"the cast of {cast.module or 'the model'}'s {cast.tensor} to {cast.format}{top}"
 
 
-def cured(e: Evidence) -> str:
-    """Says what the replay without fp8 gave."""
+def without_fp8(e: Evidence) -> str:
+    """Describes the result of the replay without fp8."""
     assert e.fp8 is not None
     without = e.fp8.without
     return f"and without fp8 the step is normal (loss {without.loss:.4g}, gradient norm {without.grad_norm:.4g})"
 
 
-def lines(e: Evidence) -> list[str]:
+def cast_lines(e: Evidence) -> list[str]:
     """The casts that lost the most, and the replays with an override."""
     if e.fp8 is None:
         return []
     casts = [
-        f"{words(one)}: {one.flushed:.1%} flushed to 0, {one.saturated:.1%} saturated, {one.nonfinite:.1%} not finite"
+        f"{cast_name(one)}: {one.flushed:.1%} flushed to 0, {one.saturated:.1%} saturated, "
+        f"{one.nonfinite:.1%} not finite"
         for one in e.fp8.casts
         if one.loss > 0
     ]

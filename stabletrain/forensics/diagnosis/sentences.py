@@ -8,19 +8,19 @@ from stabletrain.forensics.diagnosis.evidence import Evidence
 from stabletrain.forensics.replay import Outcome
 
 
-def numbers(loss: float, grad_norm: float | None) -> str:
+def loss_and_norm(loss: float, grad_norm: float | None) -> str:
     """Loss and gradient norm in words; the norm may be unknown."""
     return f"loss {loss:.6g}" + ("" if grad_norm is None else f" and gradient norm {grad_norm:.6g}")
 
 
-def difference(e: Evidence, again: Outcome) -> str:
+def replay_difference(e: Evidence, again: Outcome) -> str:
     """How the unchanged replay differs from the step. On several ranks, each rank's own part is compared."""
     assert again.loss is not None
-    replayed, step = numbers(again.loss, again.grad_norm), numbers(e.reading.loss, e.reading.grad_norm)
+    replayed, step = loss_and_norm(again.loss, again.grad_norm), loss_and_norm(e.reading.loss, e.reading.grad_norm)
     if e.part is None:
         return f"a replay of the step gives {replayed}; the step itself gave {step}"
     if not e.parts_normal:
-        mine = numbers(e.part.loss, e.part.grad_norm)
+        mine = loss_and_norm(e.part.loss, e.part.grad_norm)
         return f"a replay of rank {e.part.rank}'s part of the step gives {replayed}; in the step, it gave {mine}"
     own = "loss" if e.part.grad_norm is None else "loss and gradient norm"
     text = f"the step gave {step}, but every rank's own {own} was normal in the step and in a replay"
@@ -40,26 +40,26 @@ def origin_sentence(e: Evidence) -> str:
     return f"{o.op} in {o.module or 'the model'} ({o.direction}, {o.dtype}): {o.reason}"
 
 
-def place(e: Evidence) -> str:
+def source_line(e: Evidence) -> str:
     """The source line to change; the module if the line is unknown."""
     o = e.origin
     return "the code" if o is None else o.source or o.module or "the model"
 
 
-def beside(e: Evidence) -> list[str]:
+def origin_details(e: Evidence) -> list[str]:
     """Further lines about the operation, for a verdict that is `origin_sentence`."""
     o = e.origin
     lines = []
     if o is not None and o.should_have_been is not None:
         lines.append(f"in fp64, the largest value of {o.op} is {o.should_have_been:.6g}")
     if e.culprits and e.culprits.samples and not e.culprits.others_too:
-        lines.append(f"samples of {batch(e)} that make the step fail: {e.culprits.samples[:8]}")
+        lines.append(f"samples of {batch_name(e)} that make the step fail: {e.culprits.samples[:8]}")
     return lines
 
 
 def origin_lines(e: Evidence) -> list[str]:
     """Lines about the operation, for a verdict that does not mention it."""
-    return [] if e.origin is None else [f"{origin_sentence(e)}, at {e.origin.source}", *beside(e)]
+    return [] if e.origin is None else [f"{origin_sentence(e)}, at {e.origin.source}", *origin_details(e)]
 
 
 def chain_lines(e: Evidence) -> list[str]:
@@ -68,15 +68,15 @@ def chain_lines(e: Evidence) -> list[str]:
     return [f"{link.module} ({link.direction}, {link.dtype}): up to {link.absmax:.4g}" for link in chain]
 
 
-def batch(e: Evidence) -> str:
+def batch_name(e: Evidence) -> str:
     """The batch that was investigated, and that the indices of samples refer to."""
     return "the batch" if e.part is None else f"rank {e.part.rank}'s part of the batch"
 
 
-def named(sample: Mapping[str, Any], e: Evidence) -> str:
+def sample_name(sample: Mapping[str, Any], e: Evidence) -> str:
     """Names a sample by its source, id or index."""
     if "source" in sample:
         return f"{sample['source']}"
     if "id" in sample:
         return f"sample {sample['id']}"
-    return "the batch" if sample["index"] is None else f"sample {sample['index']} of {batch(e)}"
+    return "the batch" if sample["index"] is None else f"sample {sample['index']} of {batch_name(e)}"

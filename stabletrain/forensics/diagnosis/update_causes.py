@@ -5,9 +5,9 @@ Lowering the learning rate is never a fix: at any rate, 0 / 0 is NaN.
 
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import Evidence
-from stabletrain.forensics.diagnosis.fixes import FIXES, any_clipping, nonzero_weights
+from stabletrain.forensics.diagnosis.fixes import FIXES, nonzero_init, norm_clipping
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.probes.update_reason import ZERO
+from stabletrain.forensics.probes.update_reason import READS_ZERO
 
 NOT_FINITE = "the optimizer's step gave values that are not finite, although loss, gradients and state were finite"
 
@@ -26,7 +26,7 @@ def bad_setting(e: Evidence) -> Diagnosis | None:
     verdict = f"{of_group} of {u.optimizer} is {first.value:g}, {first.words}{more}"
     fix = f"correct {of_group}: the scheduler or the code that last wrote it, or the optimizer's arguments"
     others = [f"{each.key} of parameter group {each.group} is {each.value:g}" for each in u.bad_settings[1:8]]
-    return Diagnosis("bad_setting", 0.97, verdict, [fix], [*others, *lines(u)])
+    return Diagnosis("bad_setting", 0.97, verdict, [fix], [*others, *lines_of(u)])
 
 
 def unsafe_optimizer(e: Evidence) -> Diagnosis | None:
@@ -34,17 +34,17 @@ def unsafe_optimizer(e: Evidence) -> Diagnosis | None:
     if e.kind != "update":
         return None
     u = e.update
-    if u is None and e.update_ran:  # `vanished_update`
+    if u is None and e.update_ran:  # `finite_when_rerun`
         return None
     if u is None:
         fix = "look at the optimizer's denominators: keep each above 0, with eps or clamp(min=eps)"
         return Diagnosis("unsafe_optimizer", 0.5, f"{NOT_FINITE}; the step could not be run again", [fix], [])
     o = u.origin
     at = "" if o is None else f"{o.op} for {u.parameter} (update, {o.dtype}): "
-    return Diagnosis("unsafe_optimizer", confidence(u), f"{at}{u.reason}", fixes(e, u), lines(u))
+    return Diagnosis("unsafe_optimizer", confidence(u), f"{at}{u.reason}", fixes_of(e, u), lines_of(u))
 
 
-def vanished_update(e: Evidence) -> Diagnosis | None:
+def finite_when_rerun(e: Evidence) -> Diagnosis | None:
     """The step is finite when it is run again with the same state and gradients."""
     if e.kind != "update" or e.update is not None or not e.update_ran:
         return None
@@ -61,7 +61,7 @@ def confidence(u: UpdateFault) -> float:
     return 0.85 if u.fused else 0.95 if u.why != "unknown" else 0.8
 
 
-def fixes(e: Evidence, u: UpdateFault) -> list[str]:
+def fixes_of(e: Evidence, u: UpdateFault) -> list[str]:
     """What to change, best first."""
     source = u.origin.source if u.origin is not None else ""
     at = u.optimizer if not source or source.startswith("torch/") else source  # PyTorch's own code is not edited
@@ -71,20 +71,20 @@ def fixes(e: Evidence, u: UpdateFault) -> list[str]:
         first = [f"optimizer.eps={eps:g}" if known else f"{u.optimizer}(eps={eps:g}): eps is 0 in group {u.group}"]
     elif u.why == "lost_eps":
         first = [
-            *wider_state(u),
+            *fp32_state(u),
             f"optimizer.eps={eps:g}" if "optimizer.eps" in e.setting.values else f"{u.optimizer}(eps={eps:g})",
         ]
     elif u.why == "flushed":
-        first = [*wider_state(u), floored(u, at)]
+        first = [*fp32_state(u), floor_denominator(u, at)]
     elif u.why in ("second_moment", "overflow", "exp_overflow"):
         whose = "the gradient" if u.root is None else f"the gradient of {u.root.parameter}"
-        first = [*any_clipping(e), f"{at}: limit {whose} before this operation, as clipping by value does"]
-    elif u.why in ZERO and "log" not in u.why:
-        first = [floored(u, at)]
+        first = [*norm_clipping(e), f"{at}: limit {whose} before this operation, as clipping by value does"]
+    elif u.why in READS_ZERO and "log" not in u.why:
+        first = [floor_denominator(u, at)]
     elif u.why == "untraced":
         first = [f"look at how {u.optimizer} computes {u.parameter}: floor each denominator, eps > 0"]
         if u.dtype in ("float16", "bfloat16"):
-            first = [*wider_state(u), *first]
+            first = [*fp32_state(u), *first]
     elif u.why in ("constant", "zero_number"):
         first = [f"{at}: keep the number finite and above 0: it was computed outside of tensors, in Python"]
     else:
@@ -92,7 +92,7 @@ def fixes(e: Evidence, u: UpdateFault) -> list[str]:
     return [*first, *(another_init(e, u) if zero_root(u) else [])]
 
 
-def floored(u: UpdateFault, at: str) -> str:
+def floor_denominator(u: UpdateFault, at: str) -> str:
     """Keeps a denominator above 0."""
     if u.origin is not None and u.origin.op.rpartition(".")[2].startswith(("rsqrt", "_foreach_rsqrt")):
         return f"{at}: add eps before the root is inverted: 1 / (v.sqrt() + eps), or (v + eps).rsqrt()"
@@ -100,7 +100,7 @@ def floored(u: UpdateFault, at: str) -> str:
     return f"{at}: floor the denominator: {what}, or add eps to it"
 
 
-def wider_state(u: UpdateFault) -> list[str]:
+def fp32_state(u: UpdateFault) -> list[str]:
     """Keeps the numbers of the optimizer in fp32."""
     name = {"float16": "fp16", "bfloat16": "bf16"}.get(u.dtype)
     if name is None:
@@ -120,13 +120,13 @@ def another_init(e: Evidence, u: UpdateFault) -> list[str]:
     if u.root is not None and u.root.what == "parameter":
         return [f"initialise {u.root.parameter} otherwise than with zeros"]
     if u.zero_weights:
-        return nonzero_weights(e, u.zero_weights)
+        return nonzero_init(e, u.zero_weights)
     if u.root is not None and u.root.zeros == 1:
         return [f"if {u.root.parameter} takes no part in the loss: requires_grad_(False), or not in the optimizer"]
     return []
 
 
-def lines(u: UpdateFault) -> list[str]:
+def lines_of(u: UpdateFault) -> list[str]:
     """What was found besides the verdict."""
     found = []
     if u.origin is not None and u.origin.source:

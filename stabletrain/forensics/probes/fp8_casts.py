@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.forensics.replay import Outcome, Take, perform, same
+from stabletrain.forensics.replay import Outcome, ReplayInputs, forward_backward, same
 from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.trace.callers import Caller, Callers
 from stabletrain.forensics.trace.values import dense, is_scaled_fp8, storage, tensors
@@ -34,32 +34,32 @@ from stabletrain.stability.precision.fp8_linear import Fp8Linears, fp8_layers, t
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
-LOST = 0.5
+FLUSHED_SHARE = 0.5
 """Share of a tensor's values that are flushed to 0, above which a cast has lost the tensor."""
 
-CLIPPED = 0.01
+SATURATED_SHARE = 0.01
 """Share of saturated values above which the scale is too large. The largest value alone is no sign of it."""
 
 ROUNDING = 1 / 16
 """Relative difference that rounding to fp8, or of a scale, can make; more is a saturated value."""
 
-NAMED = 8
+MAX_LISTED = 8
 """Maximum number of casts to list."""
 
-RECENT = 16
+RECENT_OPS = 16
 """Number of recent operations among which the scaling of a cast's input is looked for."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """What casts to fp8 lost of one tensor; over several micro-batches, the worst of them.
+    """The loss of one tensor in casts to fp8; the worst one over several micro-batches.
 
     Attributes:
         module: dotted path of the module.
         source: `file:line` of the code that casts, or that calls the layer.
         tensor: `input`, `weight` or `grad_output`.
         format: `e4m3` or `e5m2`.
-        scale: what the tensor was multiplied by; of several scales the smallest, or Inf if one is; NaN if unknown.
+        scale: factor of the tensor before the cast; the smallest of several, or Inf if one is; NaN if unknown.
         absmax: largest magnitude before the scaling; NaN if the scale is unknown.
         flushed, saturated, nonfinite: shares of the finite values other than 0, in [0, 1].
     """
@@ -97,12 +97,12 @@ class Fp8Casts:
     @property
     def clipped(self) -> list[Cast]:
         """The casts that saturate, or give NaN or Inf."""
-        return [cast for cast in self.casts if cast.saturated > CLIPPED or cast.nonfinite > 0]
+        return [cast for cast in self.casts if cast.saturated > SATURATED_SHARE or cast.nonfinite > 0]
 
     @property
     def lost(self) -> list[Cast]:
         """The casts that flush most values to 0."""
-        return [cast for cast in self.casts if cast.flushed > LOST]
+        return [cast for cast in self.casts if cast.flushed > FLUSHED_SHARE]
 
 
 def fp8_casts(repro: Repro) -> Fp8Casts | None:
@@ -110,17 +110,23 @@ def fp8_casts(repro: Repro) -> Fp8Casts | None:
     take = same(repro)
     watching = Casts(take.model)
     with watching:
-        perform(take.model, take.batches, replace(take.tools, objective=take.tools.objective.plain), repro.step)
+        forward_backward(
+            take.model, take.batches, replace(take.tools, objective=take.tools.objective.plain), repro.step
+        )
     if not watching.worst:
         return None
-    found = Fp8Casts(tuple(watching.worst[:NAMED]))
+    found = Fp8Casts(tuple(watching.worst[:MAX_LISTED]))
     if not found.clipped and not found.lost:
         return found
-    without = outcome(repro, lambda model: [to_bf16_(layer) for layer in fp8_layers(model).values()], NoCasts())
-    return replace(found, without=without, tried={each: outcome(repro, act) for each, act in cures(repro, found)})
+    without = replay_changed(repro, lambda model: [to_bf16_(layer) for layer in fp8_layers(model).values()], NoCasts())
+    return replace(
+        found,
+        without=without,
+        tried={each: replay_changed(repro, act) for each, act in candidates(repro, found)},
+    )
 
 
-def cures(repro: Repro, found: Fp8Casts) -> list[tuple[str, Callable[[nn.Module], Any]]]:
+def candidates(repro: Repro, found: Fp8Casts) -> list[tuple[str, Callable[[nn.Module], Any]]]:
     """The overrides that could help, and how each changes a copy of the model."""
     precision, layers = repro.tools.precision, fp8_layers(repro.model)
     if not isinstance(precision, Fp8Linears):
@@ -141,18 +147,18 @@ def cures(repro: Repro, found: Fp8Casts) -> list[tuple[str, Callable[[nn.Module]
     return listed
 
 
-def outcome(
+def replay_changed(
     repro: Repro, change: Callable[[nn.Module], Any], around: contextlib.AbstractContextManager | None = None
 ) -> Outcome:
     """Replays the step on a copy of the model that `change` has changed."""
     began = time.monotonic()
     if began >= repro.deadline:
         return Outcome(not_run="the time limit was reached")
-    take: Take = same(repro)
+    take: ReplayInputs = same(repro)
     change(take.model)
     try:
         with around or contextlib.nullcontext():
-            loss, norm, zeros = perform(take.model, take.batches, take.tools, repro.step)
+            loss, norm, zeros = forward_backward(take.model, take.batches, take.tools, repro.step)
     except Exception as error:  # a user's own fp8 code may need fp8 tensors
         return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
     finite = math.isfinite(loss) and math.isfinite(norm)
@@ -184,7 +190,7 @@ class Casts(TorchDispatchMode):
         super().__init__()
         self._callers = Callers(model)
         self._weights = {storage(parameter)._cdata for parameter in model.parameters()}
-        self._recent: deque[tuple[StorageWeakRef, Tensor | float | None, float]] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[StorageWeakRef, Tensor | float | None, float]] = deque(maxlen=RECENT_OPS)
         self._all: list[tuple[StorageWeakRef, Cast]] = []
 
     @property
@@ -225,7 +231,7 @@ class Casts(TorchDispatchMode):
         self._recent.append((StorageWeakRef(storage(out)), scale, clipped))
 
     def _scaling(self, tensor: Tensor) -> tuple[Tensor | float | None, float]:
-        """What a tensor was multiplied by, and the share of its values that was clipped, as far as is known."""
+        """Returns a tensor's scale, and the share of its values that was clipped; None and 0 if unknown."""
         key = storage(tensor)._cdata
         return next(((scale, cut) for ref, scale, cut in reversed(self._recent) if ref.cdata == key), (None, 0.0))
 
@@ -255,8 +261,8 @@ class Casts(TorchDispatchMode):
         self._all.append((StorageWeakRef(storage(out)), one))
 
     def _name(self, reads: list[Tensor]) -> None:
-        """Corrects which tensor a cast was of: torchao's product knows."""
+        """Corrects which tensor each cast took: torchao's matrix product names its operands."""
         known = {storage(t)._cdata: t._gemm_input_role.value for t in reads if is_scaled_fp8(t)}  # ty: ignore[missing-attribute]
-        for place in range(max(0, len(self._all) - RECENT), len(self._all) if known else 0):
+        for place in range(max(0, len(self._all) - RECENT_OPS), len(self._all) if known else 0):
             ref, one = self._all[place]
             self._all[place] = (ref, replace(one, tensor=known.get(ref.cdata, one.tensor)))

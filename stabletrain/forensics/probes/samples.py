@@ -10,23 +10,23 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stabletrain.forensics.replay import perform
+from stabletrain.forensics.replay import forward_backward
 from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.forward import isolated
 from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 
-MOST = 8
+MAX_LISTED = 8
 """Maximum number of samples to list."""
 
 
 def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> list[dict[str, Any]]:
-    """Returns the samples that `stability/sanitize.py` rejects, at most `MOST`, in batch order.
+    """Returns the samples that `stability/sanitize.py` rejects, at most `MAX_LISTED`, in batch order.
 
     Args:
         batch: on any device.
@@ -46,21 +46,21 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
             ("label", bad_label(batch.targets[index], classes)),
         ):
             if what:
-                found.append({"index": index, **named(batch, index), "fault": fault, "what": what})
+                found.append({"index": index, **identity_of(batch, index), "fault": fault, "what": what})
                 break
     if not found and not batch.counted and not batch.count_targets():
         found = [
             {
                 "index": None,
-                **named(batch, 0),
+                **identity_of(batch, 0),
                 "fault": "ignored",
                 "what": f"every target is {IGNORE_INDEX}, so all are ignored",
             }
         ]
-    return found[:MOST]
+    return found[:MAX_LISTED]
 
 
-def named(batch: Batch, index: int) -> dict[str, Any]:
+def identity_of(batch: Batch, index: int) -> dict[str, Any]:
     """Id and source of a sample, if the data provides them."""
     found: dict[str, Any] = {}
     with suppress(IndexError, TypeError, ValueError):  # malformed ids or sources must not end the run
@@ -74,11 +74,12 @@ def bad_input(inputs: Tensor, vocab_size: int | None) -> str:
     if inputs.is_floating_point():
         bad = ~torch.isfinite(inputs)
         if bool(bad.any()):
-            return f"input holds {int(bad.sum())} of {inputs.numel()} values that are NaN or Inf, the first{at(bad)}"
+            holds = f"input holds {int(bad.sum())} of {inputs.numel()} values that are NaN or Inf"
+            return f"{holds}, the first{first_place(bad)}"
     elif vocab_size is not None:
         bad = (inputs < 0) | (inputs >= vocab_size)
         if bool(bad.any()):
-            return f"token {int(inputs[bad][0])}{at(bad)} is outside [0, {vocab_size})"
+            return f"token {int(inputs[bad][0])}{first_place(bad)} is outside [0, {vocab_size})"
     return ""
 
 
@@ -87,23 +88,23 @@ def bad_label(targets: Tensor, classes: int | None) -> str:
     if targets.is_floating_point():
         bad = ~torch.isfinite(targets)
         if bool(bad.any()):
-            return f"target {float(targets[bad][0])}{at(bad)} is not a finite number"
+            return f"target {float(targets[bad][0])}{first_place(bad)} is not a finite number"
         bad = (targets < 0) | (targets > (classes or 0) - 1) if classes is not None else torch.zeros_like(bad)
-        return f"target {float(targets[bad][0]):.4g}{at(bad)} is outside [0, 1]" if bool(bad.any()) else ""
+        return f"target {float(targets[bad][0]):.4g}{first_place(bad)} is outside [0, 1]" if bool(bad.any()) else ""
     if classes is None:
         return ""
     bad = ((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)
-    return f"target {int(targets[bad][0])}{at(bad)} is outside [0, {classes})" if bool(bad.any()) else ""
+    return f"target {int(targets[bad][0])}{first_place(bad)} is outside [0, {classes})" if bool(bad.any()) else ""
 
 
-def at(bad: Tensor) -> str:
+def first_place(bad: Tensor) -> str:
     """Index of the first bad value in the sample, ` at [0, 3, 5]`; empty for a scalar."""
     place = bad.nonzero()[0].tolist()
     return f" at {place}" if place else ""
 
 
 def describe(samples: Sequence[Mapping[str, Any]], batch: str = "the batch") -> str:
-    """Describes the first bad sample in one line, and counts the others; `batch` says what their indices refer to."""
+    """Describes the first bad sample in one line, and counts the others; indices refer to `batch`."""
     if not samples:
         return "all samples are valid on the host: the batch may have been corrupted on its way to the device"
     first = samples[0]
@@ -138,51 +139,78 @@ def find_culprits(repro: Repro) -> Culprits:
     samples, the model runs at most 2 + 2 ceil(log2 n) times. The search stops
     after 8 + 4 ceil(log2 n) runs, or at the deadline.
     """
-    return search(len(repro.batch), Bisection(repro))
+    return find_by_bisection(Bisection(repro))
 
 
-@runtime_checkable
-class Trials(Protocol):
+class Trials:
     """Runs a step with parts of its batch, within a budget of passes.
 
     Attributes:
+        samples: number of samples of the step.
         passes: how often the model was run.
+        most: the largest number of passes; about as many as a bisection needs for four culprits.
+        forward_only: whether the loss alone fails, so that no backward pass is needed.
     """
 
-    passes: int
+    def __init__(self, samples: int, deadline: float) -> None:
+        self.samples, self.passes, self.deadline = samples, 0, deadline
+        self.most, self.forward_only = 8 + 4 * math.ceil(math.log2(max(samples, 1))), False
 
     def can_go_on(self, passes: int) -> bool:
         """Returns whether the budget and the deadline allow that many more passes."""
-        ...
+        return self.passes + passes <= self.most and time.monotonic() < self.deadline
 
-    def whole(self) -> bool | None:
+    def whole_batch_fails(self) -> bool | None:
         """Returns whether the step is non-finite with its whole batch; None if it cannot be run."""
-        ...
+        numbers = self.numbers(self.whole()) if self.can_go_on(1) else None
+        self.forward_only = numbers is not None and not math.isfinite(numbers[0])
+        return None if numbers is None else not all(map(math.isfinite, numbers))
+
+    def fails(self, batches: Sequence[Any]) -> bool | None:
+        """Returns whether loss or gradient norm of these micro-batches is not finite; None if they cannot be run."""
+        numbers = self.numbers(batches)
+        return None if numbers is None else not all(map(math.isfinite, numbers))
+
+    def numbers(self, batches: Sequence[Any]) -> Sequence[float] | None:
+        """Returns the result of `run`; None if the model raises an error."""
+        self.passes += 1
+        try:
+            return self.run(batches)
+        except Exception:  # for example, BatchNorm rejects a single value
+            return None
+
+    def whole(self) -> Sequence[Any]:
+        """Returns the micro-batches of the step."""
+        raise NotImplementedError
+
+    def run(self, batches: Sequence[Any]) -> Sequence[float]:
+        """Runs the step on these micro-batches; returns the loss and, unless `forward_only`, the gradient norm."""
+        raise NotImplementedError
 
     def find_filler(self) -> bool:
         """Chooses samples that replace those left out; returns False if those are non-finite too."""
-        ...
+        raise NotImplementedError
 
-    def bad(self, rows: Sequence[int]) -> bool | None:
+    def fails_with(self, rows: Sequence[int]) -> bool | None:
         """Returns whether the step is non-finite with these samples of the batch; None if it cannot be run."""
-        ...
+        raise NotImplementedError
 
 
-def search(samples: int, trials: Trials) -> Culprits:
+def find_by_bisection(trials: Trials) -> Culprits:
     """Finds the samples that make a step non-finite, by bisection."""
-    everyone = [*range(samples)]
-    if not everyone or not trials.whole():
+    all_samples = [*range(trials.samples)]
+    if not all_samples or not trials.whole_batch_fails():
         return Culprits([], False, trials.passes)
     if not trials.find_filler():
-        return Culprits(everyone, False, trials.passes, others_too=True)
-    waiting, alone, together = deque([everyone]), [], []
+        return Culprits(all_samples, False, trials.passes, others_too=True)
+    waiting, alone, together = deque([all_samples]), [], []
     while waiting:
         rows = waiting.popleft()
         if len(rows) == 1:
             alone += rows
             continue
         halves = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-        verdicts = [trials.bad(half) for half in halves] if trials.can_go_on(2) else [None]
+        verdicts = [trials.fails_with(half) for half in halves] if trials.can_go_on(2) else [None]
         if None in verdicts or not any(verdicts):
             together += rows
         else:
@@ -191,7 +219,7 @@ def search(samples: int, trials: Trials) -> Culprits:
 
 
 @dataclass(frozen=True)
-class Divided:
+class FixedDivisor:
     """An objective that always divides by the same number of targets."""
 
     plain: Objective
@@ -207,80 +235,60 @@ class Divided:
         return self.plain(outputs, batch, self.n_valid)
 
 
-class Bisection:
-    """Runs a step with parts of its batch, within a budget of passes.
-
-    Attributes:
-        passes: how often the model was run.
-    """
+class Bisection(Trials):
+    """Runs a step of the trainer with parts of its batch."""
 
     def __init__(self, repro: Repro) -> None:
-        self.passes = 0
-        self._repro, self._most = repro, 8 + 4 * math.ceil(math.log2(max(len(repro.batch), 1)))
-        self._model, self._tools = repro.copy_model(), self._divided_as_then()
-        self._forward_only = False
+        super().__init__(len(repro.batch), repro.deadline)
+        self._repro, self._model, self._tools = repro, repro.copy_model(), self._tools_with_fixed_divisor(repro)
         self._filling: Batch | None = None
 
-    def _divided_as_then(self) -> Tools:
+    @staticmethod
+    def _tools_with_fixed_divisor(repro: Repro) -> Tools:
         """The tools, with an objective that divides by the number of targets in the whole batch."""
         # A few samples have few targets. Divided by these alone, their loss could overflow fp16 in the backward pass.
-        tools, count = self._repro.replay_tools(), self._repro.batch.count_targets()
-        n_valid = torch.tensor(max(count, 1), device=self._repro.device)
-        return replace(tools, objective=Divided(tools.objective.plain, n_valid))
+        tools, count = repro.replay_tools(), repro.batch.count_targets()
+        n_valid = torch.tensor(max(count, 1), device=repro.device)
+        return replace(tools, objective=FixedDivisor(tools.objective.plain, n_valid))
 
-    def can_go_on(self, passes: int) -> bool:
-        """Whether the budget and the deadline allow that many more passes."""
-        return self.passes + passes <= self._most and time.monotonic() < self._repro.deadline
+    def whole(self) -> list[Batch]:
+        """Returns the micro-batches of the step."""
+        return self._repro.to_micro_batches(self._repro.batch)
 
-    def whole(self) -> bool | None:
-        """Whether the step is non-finite with its whole batch; decides whether backward is needed."""
-        found = self._numbers(self._repro.to_micro_batches(self._repro.batch)) if self.can_go_on(1) else None
-        self._forward_only = found is not None and not math.isfinite(found[0])
-        return None if found is None else not all(map(math.isfinite, found))
+    def run(self, batches: Sequence[Batch]) -> Sequence[float]:
+        """See `Trials`."""
+        self._repro.reset_(self._model)
+        if self.forward_only:
+            return [forward_loss(self._model, batches, self._tools, self._repro.step)]
+        return forward_backward(self._model, [*batches], self._tools, self._repro.step)[:2]
 
     def find_filler(self) -> bool:
-        """Chooses samples that replace those left out; returns False if those are non-finite too."""
+        """See `Trials`."""
         fresh, batch = self._repro.fresh, self._repro.batch
         if fresh is None or not self.can_go_on(1):
             return True
         other = fresh()
         if (other.inputs.shape, other.inputs.dtype) != (batch.inputs.shape, batch.inputs.dtype):
             return True
-        verdict = self._non_finite(self._repro.to_micro_batches(other))
+        verdict = self.fails(self._repro.to_micro_batches(other))
         self._filling = other if verdict is False else None
         return not verdict
 
-    def bad(self, rows: Sequence[int]) -> bool | None:
-        """Whether the step is non-finite with these samples of the batch; None if it cannot be run."""
+    def fails_with(self, rows: Sequence[int]) -> bool | None:
+        """See `Trials`."""
         batch = self._repro.batch
         if self._filling is None:
             size = len(batch) // self._repro.micro_batches
             parts = [[*rows[start : start + size]] for start in range(0, len(rows), size)]
-            return self._non_finite([Batch(batch.inputs[p], batch.targets[p]).to(self._repro.device) for p in parts])
+            return self.fails([Batch(batch.inputs[p], batch.targets[p]).to(self._repro.device) for p in parts])
         inputs, targets = self._filling.inputs.clone(), self._filling.targets.clone()
         inputs[rows], targets[rows] = batch.inputs[rows], batch.targets[rows]
-        return self._non_finite(self._repro.to_micro_batches(Batch(inputs, targets)))
-
-    def _non_finite(self, batches: list[Batch]) -> bool | None:
-        found = self._numbers(batches)
-        return None if found is None else not all(map(math.isfinite, found))
-
-    def _numbers(self, batches: list[Batch]) -> tuple[float, ...] | None:
-        """Loss and, if needed, gradient norm; None if the model raises."""
-        self.passes += 1
-        model, tools, step = self._model, self._tools, self._repro.step
-        self._repro.reset_(model)
-        try:
-            if self._forward_only:
-                return (forward(model, batches, tools, step),)
-            return perform(model, batches, tools, step)[:2]
-        except Exception:  # for example, BatchNorm rejects a single value
-            return None
+        return self.fails(self._repro.to_micro_batches(Batch(inputs, targets)))
 
 
-def forward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> float:
+def forward_loss(model: nn.Module, batches: Sequence[Batch], tools: Tools, step: int) -> float:
     """The loss alone, as `step.compute` computes it. The objective must ignore its `n_valid`."""
-    nobody_asks = torch.ones((), device=next(model.parameters()).device)
+    ignored = torch.ones((), device=next(model.parameters()).device)
     total = 0.0
     with isolated(model), torch.no_grad():
         tools.determinism.seed_step(tools.seed, step)
@@ -289,5 +297,5 @@ def forward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> 
                 inputs = tools.sanitizer.inputs(batch.inputs)[0]
                 outputs = model(inputs)
             targets = tools.sanitizer.targets(batch.targets, tools.objective.classes(outputs))[0]
-            total += float(tools.objective(outputs, batch.having(inputs, targets), nobody_asks).total)
+            total += float(tools.objective(outputs, batch.having(inputs, targets), ignored).total)
     return total

@@ -1,4 +1,4 @@
-"""Finds corrupt weights, buffers and moments from before a step, and measures how far the weights have moved."""
+"""Finds weights, buffers and moments that were corrupt before a step, and measures how far the weights have moved."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,17 +12,17 @@ from torch.optim import Optimizer
 from stabletrain.buffers import masks_of
 from stabletrain.forensics.diagnosis.evidence import Damage, Drift
 
-BEYOND = 1e3
+OUTLIER_RATIO = 1e3
 """Ratio to the older state's largest element, above which an element of a weight or moment is out of place."""
 
-FEW = 1e-2
+FEW_SHARE = 1e-2
 """If at most this share of a tensor's elements is bad, an update is not the reason: it would change all of them."""
 
-SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 """Moments that are means of squares."""
 
 
-BORNE = 100.0
+MAX_MOMENT_RATIO = 100.0
 """Largest plausible m / sqrt(v); at most 1 / sqrt(1 - beta2), which is 32 for beta2 = 0.999."""
 
 
@@ -38,47 +38,49 @@ def damaged(
     before = {} if older is None else dict(older["model"])
     found = []
     for name, tensor in model.named_parameters():
-        found += of("parameter", name, tensor, before.get(name))
+        found += check("parameter", name, tensor, before.get(name))
     masks = masks_of(model) or [False] * len(buffers)  # a mask holds -inf on purpose
     for (name, _), tensor, mask in zip(model.named_buffers(), buffers, masks, strict=True):
-        found += [] if mask else of("buffer", name, tensor, None)
+        found += [] if mask else check("buffer", name, tensor, None)
     if optimizer is not None:
         moments = {} if older is None else older["optimizer"]["state"]
         for name, parameter in model.named_parameters():
             for moment, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
                     before_it = moments.get(name, {}).get(moment)
-                    found += of(moment, name, value, before_it, optimizer.state[parameter].get("exp_avg_sq"))
+                    found += check(moment, name, value, before_it, optimizer.state[parameter].get("exp_avg_sq"))
     return found
 
 
-def of(what: str, name: str, tensor: Tensor, before: Tensor | None, squares: Tensor | None = None) -> Iterable[Damage]:
+def check(
+    what: str, name: str, tensor: Tensor, before: Tensor | None, squares: Tensor | None = None
+) -> Iterable[Damage]:
     """Checks one tensor. Large values of a first moment are accepted if its second moment, `squares`, explains them."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     bad = int((~torch.isfinite(tensor)).sum())
     if bad:
-        yield Damage(what, name, f"{bad} of {tensor.numel()} values are not finite", few=few(bad, tensor))
+        yield Damage(what, name, f"{bad} of {tensor.numel()} values are not finite", few=affects_few(bad, tensor))
         return
-    if what in SQUARES and (negative := int((tensor < 0).sum())):
+    if what in SECOND_MOMENTS and (negative := int((tensor < 0).sum())):
         yield Damage(what, name, f"{negative} of {tensor.numel()} values are negative, but a mean of squares cannot be")
     if before is None:
         return
     largest = float(before.abs().max())
     usual = max(largest, float(tensor.abs().median()))  # if gradients grew, the whole moment grew
-    bound = BEYOND ** (2 if what in SQUARES else 1) * usual if largest > 0 else math.inf
+    bound = OUTLIER_RATIO ** (2 if what in SECOND_MOMENTS else 1) * usual if largest > 0 else math.inf
     out = tensor.abs() > bound
     if what == "exp_avg" and squares is not None and squares.shape == tensor.shape:
-        out &= tensor.abs() > BORNE * squares.abs().sqrt()
+        out &= tensor.abs() > MAX_MOMENT_RATIO * squares.abs().sqrt()
     beyond = int(out.sum())
-    if beyond and few(beyond, tensor):
+    if beyond and affects_few(beyond, tensor):
         words = f"{beyond} of {tensor.numel()} values are up to {float(tensor.abs().max()):.4g}; before, {largest:.4g}"
         yield Damage(what, name, words, few=True, large=True)
 
 
-def few(count: int, tensor: Tensor) -> bool:
+def affects_few(count: int, tensor: Tensor) -> bool:
     """Whether so few elements of the tensor are affected that an update cannot be the reason."""
-    return count <= max(1, FEW * tensor.numel())
+    return count <= max(1, FEW_SHARE * tensor.numel())
 
 
 @torch.no_grad()
@@ -129,7 +131,7 @@ def staleness(model: nn.Module, gradients: Sequence[Tensor | None], optimizer: O
 
 
 @torch.no_grad()
-def overlong(optimizer: Optimizer) -> float:
+def update_length(optimizer: Optimizer) -> float:
     """Largest RMS(m / sqrt(v)) over the parameters, bias-corrected; NaN without such moments.
 
     The last update was made of these moments, so this is its length in learning rates.

@@ -15,30 +15,30 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from stabletrain.forensics.replay import Take, fp32, perform, same
+from stabletrain.forensics.replay import ReplayInputs, forward_backward, fp32, same
 from stabletrain.forensics.repro import Repro, is_scaled
 from stabletrain.protocols import Precision
 from stabletrain.stability.precision.fp8_linear import Fp8Linears
 from stabletrain.stability.precision.kernels import ieee_kernels
 
-STARVED = 0.5
+LOST_SHARE = 0.5
 """Share of its gradient elements above which a parameter counts as lost."""
 
-ENOUGH = 0.02
+REAL_SHARE = 0.02
 """Share of the model's elements in lost parameters above which the underflow is real.
 
 Parameters whose gradient is 0 except for rounding, such as a bias before a norm or a bias of keys, are far fewer.
 """
 
-TRIED = tuple(2.0**power for power in range(16, 44, 4))
+LOSS_SCALES = tuple(2.0**power for power in range(16, 44, 4))
 """Loss scales to try, ascending."""
 
-NAMED = 8
+MAX_LISTED = 8
 """Maximum number of parameters to list."""
 
 
 @dataclass(frozen=True)
-class Starved:
+class LostGradient:
     """Underflow in the gradient of one parameter.
 
     Attributes:
@@ -59,22 +59,22 @@ class Underflow:
 
     Attributes:
         zeros, in_fp32: share of all elements that are exactly 0, in the step's precision and in fp32.
-        hit: share of the model's elements in parameters that lost more than `STARVED`.
+        lost_share: share of the model's elements in parameters that lost more than `LOST_SHARE`.
         worst: those parameters that lost the most elements.
-        cure: smallest loss scale tried without underflow or overflow; None if there is none.
+        sufficient_scale: smallest loss scale tried without underflow or overflow; None if there is none.
     """
 
     loss_scale: float
     zeros: float
     in_fp32: float
-    hit: float
-    worst: tuple[Starved, ...] = ()
-    cure: float | None = None
+    lost_share: float
+    worst: tuple[LostGradient, ...] = ()
+    sufficient_scale: float | None = None
 
     @property
     def real(self) -> bool:
         """Whether more is lost than a few idle parameters explain."""
-        return self.hit > ENOUGH
+        return self.lost_share > REAL_SHARE
 
 
 def underflow(repro: Repro) -> Underflow | None:
@@ -86,9 +86,9 @@ def underflow(repro: Repro) -> Underflow | None:
     narrow = gradients(same(repro), repro.step)
     if wide is None or narrow is None:
         return None
-    found = compared(narrow, wide, repro.loss_scale)
+    found = measure(narrow, wide, repro.loss_scale)
     scaled = is_scaled(repro.tools.precision)
-    return replace(found, cure=cure(repro, wide)) if found.real and scaled else found
+    return replace(found, sufficient_scale=find_loss_scale(repro, wide)) if found.real and scaled else found
 
 
 def can_underflow(precision: Precision) -> bool:
@@ -96,44 +96,44 @@ def can_underflow(precision: Precision) -> bool:
     return is_scaled(precision) or isinstance(precision, Fp8Linears)
 
 
-def gradients(take: Take, step: int) -> dict[str, Tensor] | None:
+def gradients(take: ReplayInputs, step: int) -> dict[str, Tensor] | None:
     """The unscaled gradients of a replay by parameter; None if they or the loss are not finite."""
-    loss, norm, _ = perform(take.model, take.batches, take.tools, step)
+    loss, norm, _ = forward_backward(take.model, take.batches, take.tools, step)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return None
     return {name: p.grad for name, p in take.model.named_parameters() if p.grad is not None}
 
 
-def compared(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], loss_scale: float) -> Underflow:
+def measure(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], loss_scale: float) -> Underflow:
     """Measures what the `narrow` gradients lose of the `wide` ones."""
-    each = [of(name, narrow[name], wide[name]) for name in wide if name in narrow and wide[name].numel()]
+    each = [measure_one(name, narrow[name], wide[name]) for name in wide if name in narrow and wide[name].numel()]
     whole = sum(one.numel for one in each)
-    starved = [one for one in each if one.lost > STARVED]
+    starved = [one for one in each if one.lost > LOST_SHARE]
     starved.sort(key=lambda one: -one.numel * (one.zeros - one.in_fp32))
     return Underflow(
         loss_scale,
         sum(one.zeros * one.numel for one in each) / max(whole, 1),
         sum(one.in_fp32 * one.numel for one in each) / max(whole, 1),
         sum(one.numel for one in starved) / max(whole, 1),
-        tuple(starved[:NAMED]),
+        tuple(starved[:MAX_LISTED]),
     )
 
 
-def of(name: str, narrow: Tensor, wide: Tensor) -> Starved:
+def measure_one(name: str, narrow: Tensor, wide: Tensor) -> LostGradient:
     """Measures the underflow of one parameter's gradient."""
     zero, there = narrow == 0, wide != 0
     zeros, present, lost = int(zero.sum()), int(there.sum()), int((zero & there).sum())
-    return Starved(name, wide.numel(), zeros / wide.numel(), 1 - present / wide.numel(), lost / max(present, 1))
+    return LostGradient(name, wide.numel(), zeros / wide.numel(), 1 - present / wide.numel(), lost / max(present, 1))
 
 
-def cure(repro: Repro, wide: Mapping[str, Tensor]) -> float | None:
+def find_loss_scale(repro: Repro, wide: Mapping[str, Tensor]) -> float | None:
     """The smallest loss scale tried that avoids underflow and overflow; None if there is none or time runs out."""
-    for scale in (scale for scale in TRIED if scale > repro.loss_scale):
+    for scale in (scale for scale in LOSS_SCALES if scale > repro.loss_scale):
         if time.monotonic() >= repro.deadline:
             return None
         narrow = gradients(same(replace(repro, loss_scale=scale)), repro.step)
         if narrow is None:  # overflow: larger scales overflow too
             return None
-        if not compared(narrow, wide, scale).real:
+        if not measure(narrow, wide, scale).real:
             return scale
     return None

@@ -16,8 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of
-from stabletrain.forensics.probes.update_reason import Reason, Root, Size, explain, from_outside, root_of, short, words
-from stabletrain.forensics.trace.origin import RANKS, Origin
+from stabletrain.forensics.probes.update_reason import (
+    Reason,
+    Root,
+    Size,
+    dtype_name,
+    explain,
+    from_outside,
+    root_of,
+    tensor_name,
+)
+from stabletrain.forensics.trace.origin import BLAME_ORDER, Origin
 from stabletrain.forensics.trace.recorder import Source
 from stabletrain.forensics.trace.update_recorder import Label, UpdateTrace
 from stabletrain.forensics.trace.values import dense, is_float, leaves, local
@@ -25,7 +34,7 @@ from stabletrain.machine.compiling import uncompiled
 from stabletrain.stability.guard.copies import put_back_after
 from stabletrain.stability.guard.written import containers, kept_outside, parts_of, tensors_in, update_is_finite
 
-MOST = 8
+MAX_LISTED = 8
 """Maximum number of tensors to list."""
 
 DECAYS = ("alpha", "rho")
@@ -41,7 +50,7 @@ class BadSetting(NamedTuple):
     Attributes:
         group: index in `optimizer.param_groups`.
         key: such as `lr`, or `betas[1]`.
-        words: what is wrong with it.
+        words: the fault, in words.
     """
 
     group: int
@@ -63,7 +72,7 @@ class UpdateFault:
         settings: the group's numbers by key, such as `lr`, `eps`, `betas[0]`.
         broken: the tensors that are not finite after the step, in words, in the model's order; at most 8.
         count: number of such tensors.
-        why: what a fix depends on: a key of `nonfinite_rules.py`; or `zero_eps`, `lost_eps` (0 in its format),
+        why: the key that selects a fix: one of `nonfinite_rules.py`; or `zero_eps`, `lost_eps` (0 in its format),
             `flushed` (a product is), `second_moment` (overflow), `zero_number`, `constant`, `unwritten`; or `untraced`
             if no operation on tensors shows where the value began.
         reason: the same in words, with numbers.
@@ -72,7 +81,7 @@ class UpdateFault:
         divisor: the source code of what is 0; empty if nothing is, or if it is unknown.
         root: the tensor from before the step that was 0, or too large; None if unknown.
         zero_weights: names of the model's matrices whose elements are all 0: behind them, gradients are 0.
-        fused: whether the operation is a fused kernel, whose arithmetic was repeated outside of it.
+        fused: whether the operation is a fused kernel, whose arithmetic was repeated with single operations.
         bad_settings: numbers in the groups that are not finite, or out of their range.
     """
 
@@ -120,7 +129,7 @@ def update_fault(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
     """Runs an optimizer's step again and returns why its result is not finite, as `trace_update`; puts everything back.
 
     Raises:
-        Exception: the step cannot be recorded, as one over tensors of another library's class, and is not finite.
+        Exception: the step is not finite and cannot be recorded, for example with tensors of another library's class.
     """
     try:
         with put_back_after(model, optimizer):
@@ -145,7 +154,7 @@ def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
             clipped.
         run_update: calls `optimizer.step()`.
     """
-    subject = Subject(model, optimizer)
+    subject = OptimizerBefore(model, optimizer)
     tracing = UpdateTrace(model, subject.before)
     found: list[tuple[Label, Tensor]] = []
     wrong: list[Label] = []
@@ -155,7 +164,7 @@ def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
             sources.clear()
             found[:], wrong[:] = subject.broken(), subject.numbers()
             for label, tensor in found:  # while they are there: `run_update` may put the old ones back
-                tracing.label(tensor, label)
+                tracing.label_new(tensor, label)
                 sources[label] = tracing.sources_of(tensor)
 
     sources: dict[Label, frozenset[Source]] = {}
@@ -178,12 +187,12 @@ def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
     return subject.number_fault(wrong) if wrong else None
 
 
-class Subject:
-    """An optimizer before its step: its tensors, their names, and what they hold.
+class OptimizerBefore:
+    """An optimizer before its step: its tensors, with their names and contents.
 
     Attributes:
         before: the tensors and their labels.
-        sizes: what they hold.
+        sizes: measurements of their contents.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -201,13 +210,13 @@ class Subject:
         gradients = [(p.grad, Label("gradient", name)) for name, p in self.parameters if p.grad is not None]
         self.before = [*self.tensors(), *gradients]
         with torch.no_grad():
-            self.sizes = sizes(self.before)
+            self.sizes = measure_sizes(self.before)
             self.zero_weights = zero_weights(model)
         self.bad_settings = bad_settings(optimizer.param_groups)
-        self.settings = [numbers(group) for group in optimizer.param_groups]
+        self.settings = [group_numbers(group) for group in optimizer.param_groups]
 
     def tensors(self) -> Iterator[tuple[Tensor, Label]]:
-        """All that the step may write, as it is now: parameters with moments, then buffers, and what else it keeps."""
+        """Every tensor that the step may write: parameters with moments, then buffers, then other attributes."""
         seen = set[int]()
         labelled = (*self._of_parameters(), *self._others())
         for tensor, label in ((part, label) for whole, label in labelled for part in parts_of(whole)):
@@ -224,25 +233,25 @@ class Subject:
         buffers = ((each, Label("buffer", name)) for name, each in named if each.data_ptr() in judged)
         yield from (*frozen, *buffers)
         for name, value in kept_outside(self.optimizer).items():
-            for tensor in [value] if isinstance(value, Tensor) else tensors_inside(value):
+            for tensor in [value] if isinstance(value, Tensor) else tensors_within(value):
                 yield tensor, Label("attribute", name)
 
     def numbers(self) -> Iterator[Label]:
         """The numbers in the optimizer's state that are NaN: they are counted in Python."""
         for name, parameter in self.parameters:
-            for key, value in states(self.optimizer, parameter):
+            for key, value in state_items(self.optimizer, parameter):
                 if isinstance(value, float) and math.isnan(value):
                     yield Label(str(key), name)
 
     def _of_parameters(self) -> Iterator[tuple[Tensor, Label]]:
         """The parameters and their moments, in the model's order."""
-        optimizers = [self.optimizer, *inner(self.optimizer)]
+        optimizers = [self.optimizer, *wrapped_optimizers(self.optimizer)]
         for name, parameter in self.parameters:
             yield parameter, Label("parameter", name)
             for optimizer in optimizers:
                 yield from (
                     (tensor, Label(str(key), name))
-                    for key, value in states(optimizer, parameter)
+                    for key, value in state_items(optimizer, parameter)
                     for tensor in leaves(value)
                     if isinstance(tensor, Tensor)
                 )
@@ -253,7 +262,7 @@ class Subject:
         if not values:
             return []
         flags = [torch.isfinite(dense(tensor)).all() for _, tensor in values]
-        return [each for each, fine in zip(values, read(flags), strict=True) if not fine]
+        return [each for each, fine in zip(values, read_scalars(flags), strict=True) if not fine]
 
     def fault(
         self,
@@ -263,9 +272,9 @@ class Subject:
     ) -> UpdateFault:
         """Explains the tensors that are not finite after the step."""
         for label, tensor in [(label, tensor) for tensor, label in self.tensors()]:
-            tracing.label(tensor, label)  # moments that the step has made
+            tracing.label_new(tensor, label)  # moments that the step has made
         reached = frozenset[Source]().union(*sources.values())
-        source = min(reached, key=lambda one: (RANKS[one.how], one.record)) if reached else None
+        source = min(reached, key=lambda one: (BLAME_ORDER[one.how], one.record)) if reached else None
         mine = set[str]() if source is None else tracing.details[source.record].parameters
         hit = [label for label, _ in broken if source in sources.get(label, ())] or [label for label, _ in broken]
         own = [label for label in hit if label.parameter in mine] or hit
@@ -282,7 +291,7 @@ class Subject:
             dtype=str(tensor.dtype).removeprefix("torch."),
             group=group,
             settings=self.settings[group] if group < len(self.settings) else {},
-            broken=[words(label) for label, _ in broken[:MOST]],
+            broken=[tensor_name(label) for label, _ in broken[:MAX_LISTED]],
             count=len(broken),
             why=reason.why,
             reason=reason.words,
@@ -292,7 +301,7 @@ class Subject:
             root=reason.root,
             zero_weights=self.zero_weights,
             fused=fused,
-            bad_settings=self.bad_settings or (useless_betas(self.settings) if reason.why == "zero_number" else []),
+            bad_settings=self.bad_settings or (betas_of_one(self.settings) if reason.why == "zero_number" else []),
         )
 
     def number_fault(self, wrong: Sequence[Label]) -> UpdateFault:
@@ -306,10 +315,11 @@ class Subject:
             dtype="float",
             group=group,
             settings=self.settings[group],
-            broken=[words(label) for label in wrong[:MOST]],
+            broken=[tensor_name(label) for label in wrong[:MAX_LISTED]],
             count=len(wrong),
             why="constant",
-            reason=f"{words(wrong[0])} is nan after the step: a number that is computed in Python, outside of tensors",
+            reason=f"{tensor_name(wrong[0])} is nan after the step: a number that is computed in Python, "
+            "outside of tensors",
             zero_weights=self.zero_weights,
             bad_settings=self.bad_settings,
         )
@@ -324,22 +334,22 @@ class Subject:
     ) -> tuple[Reason, bool, UpdateTrace | None]:
         """Returns the reason, whether the operation is a fused kernel, and the trace of its arithmetic."""
         if source is None:
-            told = "no operation on tensors shows where the value began: numpy, or a kernel outside PyTorch"
-            return self._guess(label, tensor, told), False, None
+            unseen = "no operation on tensors shows where the value began: numpy, or a kernel outside PyTorch"
+            return self._guess(label, tensor, unseen), False, None
         if from_outside(tracing, source):
             return self._guess(label, tensor, explain(tracing, source, self.sizes).words), False, None
         op = tracing.records[source.record].op
         if "_fused_" not in op:
             return explain(tracing, source, self.sizes), False, None
-        inside = repeated(self.model, tracing, source.record, label.parameter)
+        inside = repeat_fused(self.model, tracing, source.record, label.parameter)
         if inside is None:
-            told = f"{op} is one fused kernel, whose operations cannot be seen"
-            return self._guess(label, tensor, told), True, None
+            unseen = f"{op} is one fused kernel, whose operations cannot be seen"
+            return self._guess(label, tensor, unseen), True, None
         nested, first = inside
         reason = explain(nested, first, self.sizes)
         return replace(reason, words=f"inside the fused kernel {op}, {reason.words}"), True, nested
 
-    def _guess(self, label: Label, tensor: Tensor, told: str) -> Reason:
+    def _guess(self, label: Label, tensor: Tensor, unseen: str) -> Reason:
         """The likely reason of a value that no operation shows, from the settings and the gradient."""
         gradient = Label("gradient", label.parameter)
         size = self.sizes.get(gradient)
@@ -347,19 +357,21 @@ class Subject:
         hints = []
         eps = settings.get("eps")
         if eps is not None and float(torch.tensor(eps, dtype=tensor.dtype)) == 0:
-            dtype = short(str(tensor.dtype).removeprefix("torch."))
+            dtype = dtype_name(str(tensor.dtype).removeprefix("torch."))
             hints.append("eps=0" if eps == 0 else f"eps={eps:g} is 0 in {dtype}")
         if size is not None and size.zeros:
             all_of_it = size.zeros == size.numel
             some = (
                 "is exactly zero" if all_of_it else f"has {size.zeros} of {size.numel} elements that are exactly zero"
             )
-            hints.append(f"{words(gradient)} {some}")
+            hints.append(f"{tensor_name(gradient)} {some}")
         elif size is not None and size.largest**2 > torch.finfo(tensor.dtype).max:
-            hints.append(f"an element of {words(gradient)}, {size.largest:.4g}, squared is above what it can hold")
+            hints.append(
+                f"an element of {tensor_name(gradient)}, {size.largest:.4g}, squared is above what it can hold"
+            )
         likely = f"; {', and '.join(hints)}" if hints else ""
         root = root_of(gradient, self.sizes) if hints and size is not None else None
-        return Reason("untraced", f"{words(label)} is not finite after the step: {told}{likely}", root)
+        return Reason("untraced", f"{tensor_name(label)} is not finite after the step: {unseen}{likely}", root)
 
     def _origin(
         self, tracing: UpdateTrace, source: Source, reason: Reason, name: str, inside: UpdateTrace | None
@@ -387,7 +399,7 @@ class Subject:
         )
 
 
-def repeated(model: nn.Module, tracing: UpdateTrace, index: int, name: str) -> tuple[UpdateTrace, Source] | None:
+def repeat_fused(model: nn.Module, tracing: UpdateTrace, index: int, name: str) -> tuple[UpdateTrace, Source] | None:
     """Repeats a fused kernel's arithmetic in fp32, one operation at a time.
 
     Returns its trace and where its first non-finite value began; None if it cannot be repeated, or is finite.
@@ -415,29 +427,29 @@ def repeated(model: nn.Module, tracing: UpdateTrace, index: int, name: str) -> t
     with nested, suppress(ArithmeticError, RuntimeError):  # numbers in Python raise where the kernel's become NaN
         again.step()
     reached = frozenset[Source]().union(*(nested.sources_of(tensor) for tensor, _ in known))
-    return (nested, min(reached, key=lambda one: (RANKS[one.how], one.record))) if reached else None
+    return (nested, min(reached, key=lambda one: (BLAME_ORDER[one.how], one.record))) if reached else None
 
 
-def inner(optimizer: Any) -> list[Any]:
+def wrapped_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers that an optimizer wraps."""
     return [each for each in leaves(vars(optimizer)) if hasattr(each, "param_groups") and hasattr(each, "state")]
 
 
-def tensors_inside(value: Any) -> list[Tensor]:
+def tensors_within(value: Any) -> list[Tensor]:
     """The tensors in a container and in those that it holds, but not those of a wrapped optimizer."""
     if hasattr(value, "param_groups"):
         return []
     return [tensor for _, held in containers(value, set()) for tensor in tensors_in(held)]
 
 
-def states(optimizer: Any, parameter: Tensor) -> list[tuple[Any, Any]]:
+def state_items(optimizer: Any, parameter: Tensor) -> list[tuple[Any, Any]]:
     """The state of a parameter by name."""
     state = getattr(optimizer, "state", None)
     found = state.get(parameter) if isinstance(state, Mapping) else None
     return [*found.items()] if isinstance(found, Mapping) else []
 
 
-def read(values: Sequence[Tensor]) -> list[Any]:
+def read_scalars(values: Sequence[Tensor]) -> list[Any]:
     """Reads scalars on the host, with one transfer per device."""
     found: dict[int, Any] = {}
     for device in {value.device for value in values}:
@@ -446,7 +458,7 @@ def read(values: Sequence[Tensor]) -> list[Any]:
     return [found[number] for number in range(len(values))]
 
 
-def sizes(known: Sequence[tuple[Tensor, Label]]) -> dict[Label, Size]:
+def measure_sizes(known: Sequence[tuple[Tensor, Label]]) -> dict[Label, Size]:
     """Measures tensors, with one host read per device."""
     measured, kept = [], []
     for tensor, label in known:
@@ -462,18 +474,18 @@ def sizes(known: Sequence[tuple[Tensor, Label]]) -> dict[Label, Size]:
         return {}
     return {
         label: Size(numel, int(zeros), rows, int(zero_rows), largest)
-        for (label, numel, rows), (zeros, zero_rows, largest) in zip(kept, read(measured), strict=True)
+        for (label, numel, rows), (zeros, zero_rows, largest) in zip(kept, read_scalars(measured), strict=True)
     }
 
 
 def zero_weights(model: nn.Module) -> list[str]:
-    """Names of the matrices whose elements are all 0, at most `MOST`."""
+    """Names of the matrices whose elements are all 0, at most `MAX_LISTED`."""
     found = [(name, dense(p)) for name, p in model.named_parameters() if p.ndim > 1 and dense(p).numel()]
-    flags = read([(values == 0).all() for _, values in found])
-    return [name for (name, _), zero in zip(found, flags, strict=True) if zero][:MOST]
+    flags = read_scalars([(values == 0).all() for _, values in found])
+    return [name for (name, _), zero in zip(found, flags, strict=True) if zero][:MAX_LISTED]
 
 
-def numbers(group: Mapping[str, Any]) -> dict[str, float]:
+def group_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a parameter group by key."""
     found = {}
     for key, value in group.items():
@@ -491,7 +503,7 @@ def bad_settings(groups: Sequence[Mapping[str, Any]]) -> list[BadSetting]:
     """The numbers that are not finite, betas and other decay rates outside [0, 1], and negative eps."""
     found = []
     for number, group in enumerate(groups):
-        for key, value in numbers(group).items():
+        for key, value in group_numbers(group).items():
             if not math.isfinite(value):
                 found.append(BadSetting(number, key, value, "not a finite number"))
             elif (key in DECAYS or key.startswith("beta")) and not 0 <= value <= 1:
@@ -501,7 +513,7 @@ def bad_settings(groups: Sequence[Mapping[str, Any]]) -> list[BadSetting]:
     return found
 
 
-def useless_betas(settings: Sequence[Mapping[str, float]]) -> list[BadSetting]:
+def betas_of_one(settings: Sequence[Mapping[str, float]]) -> list[BadSetting]:
     """The betas of exactly 1, which make the bias correction a division by 0."""
     return [
         BadSetting(number, key, value, "so the bias correction 1 - beta ** step is 0")

@@ -9,27 +9,27 @@ from typing import NamedTuple
 
 import torch
 
-from stabletrain.forensics.trace.arithmetic import NAMES
+from stabletrain.forensics.trace.arithmetic import DTYPE_NAMES
 from stabletrain.forensics.trace.recorder import Source
 from stabletrain.forensics.trace.update_recorder import Content, Label, UpdateTrace
 
-ZERO = ("zero_over_zero", "division_by_zero", "zero_to_negative_power", "log_of_zero")
+READS_ZERO = ("zero_over_zero", "division_by_zero", "zero_to_negative_power", "log_of_zero")
 """Keys of `nonfinite_rules.py` whose operation read a 0."""
 
 PRODUCTS = ("mul", "addcmul", "pow", "square")
-FLOORS = ("clamp_min", "clamp", "maximum")
+LOWER_BOUNDS = ("clamp_min", "clamp", "maximum")
 
-SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "v", "vt", "nu", "sum", "second_moment", "moment2"}
+SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "v", "vt", "nu", "sum", "second_moment", "moment2"}
 """Common names of second moments; and every name that begins with the first of them, or with `exp_avg_sq_`."""
 
-FIRSTS = {"exp_avg", "momentum_buffer", "m", "mu", "momentum"}
+FIRST_MOMENTS = {"exp_avg", "momentum_buffer", "m", "mu", "momentum"}
 
-FURTHEST = 64
+MAX_TRACED_BACK = 64
 """Maximum number of operations that are followed back."""
 
 
 class Size(NamedTuple):
-    """What a tensor held before the step: numbers of elements, zeros, rows and rows of zeros, and its largest value."""
+    """A tensor before the step: its numbers of elements, zeros, rows and rows of zeros, and its largest value."""
 
     numel: int
     zeros: int
@@ -69,7 +69,7 @@ class Reason:
 
 
 @dataclass
-class Zero:
+class ZeroOrigin:
     """Where a 0 came from.
 
     Attributes:
@@ -86,7 +86,7 @@ class Zero:
 
 
 def explain(trace: UpdateTrace, source: Source, before: Mapping[Label, Size]) -> Reason:
-    """Explains a source of non-finite values; `before` holds what the tensors held before the step."""
+    """Explains a source of non-finite values; `before` measures the tensors from before the step."""
     record, detail = trace.records[source.record], trace.details[source.record]
     code = f"`{detail.text}`" if detail.text else record.op
     if source.how == "unwritten":
@@ -99,13 +99,13 @@ def explain(trace: UpdateTrace, source: Source, before: Mapping[Label, Size]) ->
     finding = record.finding
     if finding is None:
         return Reason("unknown", f"{code} gave values that are not finite")
-    if finding.why in ZERO:
-        return of_zero(trace, source.record, before)
+    if finding.why in READS_ZERO:
+        return explain_zero(trace, source.record, before)
     if finding.why in ("overflow", "exp_overflow"):
-        return of_overflow(trace, source.record, before)
+        return explain_overflow(trace, source.record, before)
     roots = ancestors(trace, source.record)
-    told = f", computed from {words(roots[0])}" if roots else ""
-    return Reason(finding.why, f"{code}: {finding.reason}{told}", root_of(roots[0], before) if roots else None)
+    computed_from = f", computed from {tensor_name(roots[0])}" if roots else ""
+    return Reason(finding.why, f"{code}: {finding.reason}{computed_from}", root_of(roots[0], before) if roots else None)
 
 
 def from_outside(trace: UpdateTrace, source: Source) -> bool:
@@ -113,7 +113,7 @@ def from_outside(trace: UpdateTrace, source: Source) -> bool:
     return source.how == "given" or trace.records[source.record].op == "aten.lift_fresh"
 
 
-def of_zero(trace: UpdateTrace, index: int, before: Mapping[Label, Size]) -> Reason:
+def explain_zero(trace: UpdateTrace, index: int, before: Mapping[Label, Size]) -> Reason:
     """Explains an operation that read a 0: a divisor, or the argument of a root or a logarithm."""
     record, detail = trace.records[index], trace.details[index]
     finding = record.finding
@@ -125,30 +125,30 @@ def of_zero(trace: UpdateTrace, index: int, before: Mapping[Label, Size]) -> Rea
     read, writer = detail.reads[at], record.writers[at]
     text = "" if writer is None else trace.details[writer].text
     label = trace.labels.get(read.place)
-    name = words(label) if label is not None else f"`{text}`" if text else "its argument"
-    zero = followed(trace, writer, read)
+    name = tensor_name(label) if label is not None else f"`{text}`" if text else "its argument"
+    zero = trace_zero(trace, writer, read)
     parts, why = [], finding.why
     if zero.eps is not None and zero.eps == 0:
         why, parts = "zero_eps", ["eps=0"]
     elif zero.eps is not None and float(torch.tensor(zero.eps, dtype=getattr(torch, zero.dtype))) == 0:
-        why, parts = "lost_eps", [f"eps={zero.eps:g} is 0 in {short(zero.dtype)}"]
-    roots = sorted(zero.roots, key=lambda root: rank(root[0]))
+        why, parts = "lost_eps", [f"eps={zero.eps:g} is 0 in {dtype_name(zero.dtype)}"]
+    roots = sorted(zero.roots, key=lambda root: order_of(root[0]))
     root = root_of(roots[0][0], before, roots[0][1]) if roots else None
     if zero.lost is not None:
         root = None if zero.lost[0] is None else root_of(zero.lost[0], before)
-        parts.append(flushed(*zero.lost))
+        parts.append(flushed_in_words(*zero.lost))
         why = why if why == "lost_eps" else "flushed"
     elif roots and (roots[0][0] != label or parts):
-        parts.append(zeros(*roots[0], before))
+        parts.append(zeros_in_words(*roots[0], before))
     some = "" if read.zeros == read.numel else f" in {read.zeros} of {read.numel} values"
     because = f": {', and '.join(parts)}" if parts else ""
     return Reason(why, f"{code}: {name} is 0{some}{because}", root, "" if label is not None else text)
 
 
-def followed(trace: UpdateTrace, writer: int | None, content: Content) -> Zero:
+def trace_zero(trace: UpdateTrace, writer: int | None, content: Content) -> ZeroOrigin:
     """Follows a 0 back to where it came from."""
-    zero, waiting, seen = Zero([]), [(writer, content)], set[int]()
-    while waiting and len(seen) < FURTHEST:
+    zero, waiting, seen = ZeroOrigin([]), [(writer, content)], set[int]()
+    while waiting and len(seen) < MAX_TRACED_BACK:
         index, read = waiting.pop(0)
         label = trace.labels.get(read.place)
         if index is None:
@@ -159,7 +159,7 @@ def followed(trace: UpdateTrace, writer: int | None, content: Content) -> Zero:
             continue
         seen.add(index)
         record, detail = trace.records[index], trace.details[index]
-        added = detail.name in ("add", "sub", *FLOORS) and len(detail.reads) == 1 and detail.numbers
+        added = detail.name in ("add", "sub", *LOWER_BOUNDS) and len(detail.reads) == 1 and detail.numbers
         if added and zero.eps is None and record.outputs:
             zero.eps, zero.dtype = detail.numbers[0], record.outputs[0].dtype
         factors = detail.reads[-2:] if detail.name == "addcmul" else detail.reads
@@ -174,7 +174,7 @@ def followed(trace: UpdateTrace, writer: int | None, content: Content) -> Zero:
     return zero
 
 
-def of_overflow(trace: UpdateTrace, index: int, before: Mapping[Label, Size]) -> Reason:
+def explain_overflow(trace: UpdateTrace, index: int, before: Mapping[Label, Size]) -> Reason:
     """Explains a result that is too large for its format."""
     record, detail = trace.records[index], trace.details[index]
     finding = record.finding
@@ -188,12 +188,12 @@ def of_overflow(trace: UpdateTrace, index: int, before: Mapping[Label, Size]) ->
     )
     sizes = [values.absmax for values in record.inputs[-len(factors) :] if values.absmax is not None]
     if not squared or not sizes or root is None:
-        told = f", computed from {words(roots[0])}" if roots else ""
-        return Reason("overflow", f"{finding.reason}{code}{told}", root)
-    format_, dtype = short(record.outputs[0].dtype), getattr(torch, record.outputs[0].dtype)
+        computed_from = f", computed from {tensor_name(roots[0])}" if roots else ""
+        return Reason("overflow", f"{finding.reason}{code}{computed_from}", root)
+    format_, dtype = dtype_name(record.outputs[0].dtype), getattr(torch, record.outputs[0].dtype)
     made = trace.labels.get(detail.writes[0].place)
-    what = "a square" if made is None or made.what in ("gradient", "parameter") else words(made)
-    whose = words(roots[0])
+    what = "a square" if made is None or made.what in ("gradient", "parameter") else tensor_name(made)
+    whose = tensor_name(roots[0])
     largest = f"an element of {whose}, {max(sizes):.4g}, squared is above {torch.finfo(dtype).max:.4g}"
     return Reason("second_moment", f"{what} overflowed {format_}: {largest}{code}", root)
 
@@ -201,7 +201,7 @@ def of_overflow(trace: UpdateTrace, index: int, before: Mapping[Label, Size]) ->
 def ancestors(trace: UpdateTrace, index: int) -> list[Label]:
     """The tensors from before the step that an operation's inputs were computed from; gradients first."""
     found, seen, waiting = list[Label](), set[int](), [index]
-    while waiting and len(seen) < FURTHEST:
+    while waiting and len(seen) < MAX_TRACED_BACK:
         at = waiting.pop(0)
         if at in seen:
             continue
@@ -213,16 +213,16 @@ def ancestors(trace: UpdateTrace, index: int) -> list[Label]:
                 waiting.append(writer)
             elif label is not None and label not in found:
                 found.append(label)
-    return sorted(found, key=rank)
+    return sorted(found, key=order_of)
 
 
-def rank(label: Label) -> int:
+def order_of(label: Label) -> int:
     """Gradients come first: a moment is 0 because they are."""
     return {"gradient": 0, "parameter": 1}.get(label.what, 2)
 
 
 def root_of(label: Label, before: Mapping[Label, Size], content: Content | None = None) -> Root:
-    """Returns what is known of a tensor from before the step."""
+    """Returns the known numbers of a tensor from before the step."""
     size = before.get(label)
     zeros, numel = (0, 1) if size is None else (size.zeros, size.numel)
     if content is not None and size is None:
@@ -230,26 +230,26 @@ def root_of(label: Label, before: Mapping[Label, Size], content: Content | None 
     return Root(label.what, label.parameter, zeros / max(numel, 1), math.nan if size is None else size.largest)
 
 
-def zeros(label: Label, content: Content, before: Mapping[Label, Size]) -> str:
+def zeros_in_words(label: Label, content: Content, before: Mapping[Label, Size]) -> str:
     """Says how much of a tensor is 0."""
     size = before.get(label) or Size(content.numel, content.zeros, 0, 0, math.nan)
     if size.zeros == size.numel:
-        return f"{words(label)} is exactly zero"
+        return f"{tensor_name(label)} is exactly zero"
     if size.zero_rows and size.zero_rows * (size.numel // size.rows) == size.zeros:
         be = "is" if size.zero_rows == 1 else "are"
-        return f"{size.zero_rows} of {size.rows} rows of {words(label)} {be} exactly zero"
+        return f"{size.zero_rows} of {size.rows} rows of {tensor_name(label)} {be} exactly zero"
     be = "is" if size.zeros == 1 else "are"
-    return f"{size.zeros} of {size.numel} elements of {words(label)} {be} exactly zero"
+    return f"{size.zeros} of {size.numel} elements of {tensor_name(label)} {be} exactly zero"
 
 
-def flushed(label: Label | None, largest: float, dtype: str) -> str:
+def flushed_in_words(label: Label | None, largest: float, dtype: str) -> str:
     """Says that a product is too small for its format."""
     least = torch.finfo(getattr(torch, dtype)).smallest_normal * torch.finfo(getattr(torch, dtype)).eps
-    what = "a product of values" if label is None else f"a product of {words(label)}, whose values are"
-    return f"{what} up to {largest:.4g}, is below the smallest {short(dtype)} number, {least:.3g}"
+    what = "a product of values" if label is None else f"a product of {tensor_name(label)}, whose values are"
+    return f"{what} up to {largest:.4g}, is below the smallest {dtype_name(dtype)} number, {least:.3g}"
 
 
-def words(label: Label) -> str:
+def tensor_name(label: Label) -> str:
     """Names a tensor."""
     what, of = label
     if what == "parameter":
@@ -260,11 +260,11 @@ def words(label: Label) -> str:
         return f"the optimizer's {of}"
     if what == "gradient":
         return f"the gradient of {of}"
-    if what in SQUARES or what.startswith("exp_avg_sq"):
+    if what in SECOND_MOMENTS or what.startswith("exp_avg_sq"):
         return f"the second moment ({what}) of {of}"
-    return f"the first moment ({what}) of {of}" if what in FIRSTS else f"'{what}' of {of}"
+    return f"the first moment ({what}) of {of}" if what in FIRST_MOMENTS else f"'{what}' of {of}"
 
 
-def short(dtype: str) -> str:
+def dtype_name(dtype: str) -> str:
     """`fp16` for `float16`."""
-    return NAMES.get(dtype, dtype)
+    return DTYPE_NAMES.get(dtype, dtype)

@@ -18,8 +18,8 @@ from torch import Tensor
 from stabletrain.forensics.trace import nonfinite_rules
 from stabletrain.forensics.trace.values import is_float, leaves, measure, tensors, unscaled
 
-NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-NAMES |= {"float8_e4m3fn": "fp8 (e4m3)", "float8_e5m2": "fp8 (e5m2)"}
+DTYPE_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+DTYPE_NAMES |= {"float8_e4m3fn": "fp8 (e4m3)", "float8_e5m2": "fp8 (e5m2)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Finding:
     """Why an operation gave a non-finite result.
 
     Attributes:
-        why: `overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, ...); `unknown` if no rule applies.
+        why: `describe_overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, ...); `unknown` if no rule applies.
         reason: the explanation in words, with the numbers.
         should_have_been: absmax of the result recomputed in fp64; Inf or NaN if the fp64 result is not finite either;
             None if the operation cannot run in fp64.
@@ -49,23 +49,23 @@ def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: 
         node: the autograd node that made the call; empty in the forward pass.
     """
     args, kwargs, output = unscaled(args), unscaled(kwargs), unscaled(output)
-    in_fp64 = again(func, args, kwargs, place, torch.float64)
-    in_fp32 = again(func, args, kwargs, place, torch.float32)
+    in_fp64 = recompute(func, args, kwargs, place, torch.float64)
+    in_fp32 = recompute(func, args, kwargs, place, torch.float32)
     name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2].rstrip("_")
     found = None
     if in_fp64 is not None and math.isfinite(in_fp64):
-        found = overflow(name, args, output, in_fp64)
+        found = describe_overflow(name, args, output, in_fp64)
     else:
         with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):  # arguments unknown to the rule
             found = nonfinite_rules.why(func, name, args, kwargs, output, node)
     if found is None:
-        found = ("unknown", f"{made(output)} of {sizes(args)}{verdict(in_fp64)}")
+        found = ("unknown", f"produced {made(output)} from {input_sizes(args)}{fp64_in_words(in_fp64)}")
     why, words = found
-    behind = f", in the backward of {behind_node(node)}" if node else ""
+    behind = f", in the backward of {forward_name(node)}" if node else ""
     return Finding(why, words + behind, in_fp64, in_fp32)
 
 
-def again(func: Any, args: tuple, kwargs: dict, place: int, dtype: torch.dtype) -> float | None:
+def recompute(func: Any, args: tuple, kwargs: dict, place: int, dtype: torch.dtype) -> float | None:
     """Recomputes result number `place` in `dtype`; returns its absmax, or None without a kernel or memory.
 
     Random operations draw other numbers. The state of the random generators is restored.
@@ -98,45 +98,47 @@ def widened(value: Any, name: str, dtype: torch.dtype) -> Any:
     return False if name == "half_to_float" else value
 
 
-def overflow(name: str, args: tuple, output: Tensor, exact: float) -> tuple[str, str]:
+def describe_overflow(name: str, args: tuple, output: Tensor, exact: float) -> tuple[str, str]:
     """Describes an overflow: the exact result is finite, but it or an intermediate value exceeds the format."""
     dtype = str(output.dtype).removeprefix("torch.")
-    kind, largest = NAMES.get(dtype, dtype), torch.finfo(output.dtype).max
+    kind, largest = DTYPE_NAMES.get(dtype, dtype), torch.finfo(output.dtype).max
     if exact > largest * (1 - torch.finfo(output.dtype).eps):
         what = {"exp": "exp overflows", "exp2": "exp2 overflows", "expm1": "expm1 overflows"}.get(name, "overflow of")
         why = "exp_overflow" if name in ("exp", "exp2", "expm1") else "overflow"
         return why, (
-            f"{what} {kind}: {sizes(args)} give {exact:.4g}, {exact / largest:.3g} times the largest {kind} number "
-            f"({largest:.6g})"
+            f"{what} {kind}: {input_sizes(args)} give {exact:.4g}, {exact / largest:.3g} times the largest "
+            f"{kind} number ({largest:.6g})"
         )
     return "overflow", (
-        f"overflow of {kind} inside {name}: {sizes(args)} give {exact:.4g}, which {kind} can hold, but an intermediate "
-        "value cannot be held"
+        f"overflow of {kind} inside {name}: {input_sizes(args)} give {exact:.4g}, which {kind} can hold, but an "
+        "intermediate value cannot be held"
     )
 
 
-def sizes(args: Any) -> str:
+def input_sizes(args: Any) -> str:
     """The absmax of each input: `inputs up to 3 and 0.5`."""
-    found = [abs(leaf) if isinstance(leaf, float) else measure(leaf).absmax for leaf in leaves(args) if sized(leaf)]
+    found = [
+        abs(leaf) if isinstance(leaf, float) else measure(leaf).absmax for leaf in leaves(args) if measurable(leaf)
+    ]
     return f"inputs up to {' and '.join(f'{absmax:.4g}' for absmax in found if absmax is not None)}"
 
 
-def sized(leaf: Any) -> bool:
+def measurable(leaf: Any) -> bool:
     """Whether an argument is a float or a floating-point tensor, not an index or a dimension."""
     return isinstance(leaf, float) or (isinstance(leaf, Tensor) and is_float(leaf))
 
 
 def made(output: Tensor) -> str:
-    """`NaN came` or `Inf came`; NaN if the output holds both."""
-    return "NaN came" if bool(torch.isnan(output).any()) else "Inf came"
+    """`NaN` or `Inf`; NaN if the output holds both."""
+    return "NaN" if bool(torch.isnan(output).any()) else "Inf"
 
 
-def verdict(in_fp64: float | None) -> str:
-    """Says what the computation in fp64 gave."""
+def fp64_in_words(in_fp64: float | None) -> str:
+    """Describes the result of the computation in fp64."""
     return "; fp64 gives no finite result either" if in_fp64 is not None else "; it has no fp64 kernel to compare with"
 
 
-def behind_node(node: str) -> str:
+def forward_name(node: str) -> str:
     """The forward function of an autograd node: `sqrt` for `SqrtBackward0`, `Mine` for `MineBackward`."""
     name, _, number = node.rpartition("::")[2].partition("Backward")
     if not number:  # a class of the user

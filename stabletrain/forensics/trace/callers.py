@@ -22,17 +22,17 @@ from torch.autograd.function import BackwardCFunction
 from stabletrain.errors import PACKAGE, is_own
 
 TORCH = f"{Path(torch.__file__).parent}/"
-HERE = f"{Path(__file__).parent}/"
+THIS_FOLDER = f"{Path(__file__).parent}/"
 WRAPPERS = ("/jaxtyping/", "/beartype/", "/torchao/", "/precision/fp8_linear.py", "/probes/fp8_casts.py")
 """Files whose frames lie between the user's line and the operation: decorators that check types, and fp8 layers."""
 
-STEPS = (f"{PACKAGE}step.py", f"{PACKAGE}guarded{os.sep}")
+STEP_RUNNERS = (f"{PACKAGE}step.py", f"{PACKAGE}guarded{os.sep}")
 """Files that run a step. Frames beyond them only start the training."""
 
 OPTIMIZERS = f"{TORCH}optim{os.sep}"
 """PyTorch's own optimizers."""
 
-RERUNS = f"{PACKAGE}forensics{os.sep}probes{os.sep}update.py"
+UPDATE_RERUN = f"{PACKAGE}forensics{os.sep}probes{os.sep}update.py"
 """Runs an optimizer's step again. Frames beyond it belong to the training loop."""
 
 LANDMARKS = {
@@ -41,7 +41,7 @@ LANDMARKS = {
     ("nn/modules/module.py", "_call_impl"): "module",
 }
 LEAF = "torch::autograd::AccumulateGrad"
-OUTSIDE = "objective"
+OUTSIDE_MODEL = "objective"
 
 
 class Place(NamedTuple):
@@ -78,21 +78,21 @@ class Frames(NamedTuple):
 
 
 @cache
-def role(file: str, function: str) -> str:
+def frame_kind(file: str, function: str) -> str:
     """Classifies a stack frame: a landmark in PyTorch, `library`, `own` for the user's own code, `step`, or `other`."""
     if file.startswith(TORCH):
         inside = file.removeprefix(TORCH)
         return "checkpoint" if inside == "utils/checkpoint.py" else LANDMARKS.get((inside, function), "library")
-    if file.startswith((HERE, "<")) and not file.startswith("<ipython"):
+    if file.startswith((THIS_FOLDER, "<")) and not file.startswith("<ipython"):
         return "library"
     if any(wrapper in file for wrapper in WRAPPERS):
         return "library"
-    if file.startswith(STEPS):
+    if file.startswith(STEP_RUNNERS):
         return "step"
     return "own" if is_own(file) or file.startswith("<ipython") else "other"
 
 
-def frames(names: dict[int, str]) -> Frames:
+def read_stack(names: dict[int, str]) -> Frames:
     """Reads the stack from the inside out; `names` maps the `id` of each module to its dotted path."""
     module: str | None = None
     source, own, started = "", "", False
@@ -100,7 +100,7 @@ def frames(names: dict[int, str]) -> Frames:
     # Stop at the autograd engine, except to look for checkpointing: beyond it is only the line that calls `backward()`.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        kind = role(frame.f_code.co_filename, frame.f_code.co_name)
+        kind = frame_kind(frame.f_code.co_filename, frame.f_code.co_name)
         if kind == "checkpoint":
             checkpoint, recomputing = True, recomputing or not engine
         elif not engine:
@@ -148,7 +148,7 @@ class Callers:
             reads: the tensors it reads.
             makes: whether autograd makes a node for it.
         """
-        seen = frames(self._names)
+        seen = read_stack(self._names)
         again = node is not None and seen.checkpoint
         if node is None or seen.recomputing:
             place = Place(self._module(node, seen), seen.source, seen.called_from)
@@ -159,7 +159,7 @@ class Callers:
             return Caller(place, False, node is not None, seen.seed, False)
         leaf = node.name() == LEAF
         found = self._owners.get(id(node.variable)) if leaf else None
-        place = found or self._nodes[again].find(node) or self._nodes[False].find(node) or Place(OUTSIDE, "", "")
+        place = found or self._nodes[again].find(node) or self._nodes[False].find(node) or Place(OUTSIDE_MODEL, "", "")
         if seen.source:  # a backward function of the user's
             place = Place(place.module, seen.source, seen.called_from)
         return Caller(place, True, False, False, leaf)
@@ -167,9 +167,9 @@ class Callers:
     def _module(self, node: Any, seen: Frames) -> str:
         """Returns the module of a forward operation; outside a module's recomputed forward, that of its first run."""
         if seen.module is not None or node is None:
-            return OUTSIDE if seen.module is None else seen.module
+            return OUTSIDE_MODEL if seen.module is None else seen.module
         made = self._nodes[False].find(node)
-        return OUTSIDE if made is None else made.module
+        return OUTSIDE_MODEL if made is None else made.module
 
 
 class Nodes:
@@ -196,7 +196,7 @@ class Nodes:
         return self._made[at][0] if 0 <= at < len(self._made) else None
 
 
-LONGEST = 120
+MAX_LENGTH = 120
 """Maximum length of an expression, in characters."""
 
 
@@ -214,16 +214,16 @@ class StepCallers:
         """Returns the line of the innermost frame in an optimizer, and the line in the user's code that called it."""
         source, own, self.text = "", "", ""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != RERUNS:
+        while frame is not None and frame.f_code.co_filename != UPDATE_RERUN:
             file = frame.f_code.co_filename
-            kind = role(file, frame.f_code.co_name)
+            kind = frame_kind(file, frame.f_code.co_name)
             torchs = file.startswith(OPTIMIZERS) and not file.endswith(f"{os.sep}optimizer.py")
             if not source and (torchs or kind in ("own", "other", "step")):
                 source, self.text = f"{file}:{frame.f_lineno}", expression(frame.f_code, frame.f_lasti)
             if kind == "own" and not own:
                 own = f"{file}:{frame.f_lineno}"
             frame = frame.f_back
-        return Caller(Place(OUTSIDE, source, "" if own == source else own), False, False, False, False)
+        return Caller(Place(OUTSIDE_MODEL, source, "" if own == source else own), False, False, False, False)
 
 
 @cache
@@ -244,4 +244,4 @@ def expression(code: CodeType, instruction: int) -> str:
     lines = [line.partition(b"  #")[0] for line in lines]
     words = " ".join(b" ".join(lines).decode(errors="replace").split())
     words = words.replace("( ", "(").replace(", )", ")").replace(" )", ")")
-    return words if len(words) <= LONGEST else f"{words[: LONGEST - 4]} ..."
+    return words if len(words) <= MAX_LENGTH else f"{words[: MAX_LENGTH - 4]} ..."

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from stabletrain.forensics.trace.values import is_float, tensors
 
-Found = tuple[str, str] | None
+RuleResult = tuple[str, str] | None
 
 
-def why(func: Any, name: str, args: tuple, kwargs: dict, output: Tensor, node: str) -> Found:
+def why(func: Any, name: str, args: tuple, kwargs: dict, output: Tensor, node: str) -> RuleResult:
     """Explains the non-finite result of the operation `name` (`log`, not `aten.log_`); None if no rule applies."""
     names = [argument.name for argument in getattr(getattr(func, "_schema", None), "arguments", [])]
     named = dict(zip(names, args, strict=False)) | kwargs
     rule = RULES.get(name)
     found = rule(args, named) if rule is not None and args else None
     if found is None:
-        found = infinite(list(tensors((args, kwargs))), output)
+        found = inf_minus_inf(list(tensors((args, kwargs))), output)
     if found and node and found[0] in ("division_by_zero", "zero_over_zero", "zero_to_negative_power"):
         return found[0], f"{found[1]}: the derivative has no finite value there"
     return found
@@ -37,7 +37,7 @@ def count(hits: Tensor) -> str:
     return f"{int(hits.sum())} of {hits.numel()} values"
 
 
-def log(args: tuple, named: dict) -> Found:
+def log(args: tuple, named: dict) -> RuleResult:
     """log of 0 or a negative number."""
     x = args[0]
     if bool((x < 0).any()):
@@ -45,29 +45,29 @@ def log(args: tuple, named: dict) -> Found:
     return ("log_of_zero", f"log of 0 ({count(x == 0)})") if bool((x == 0).any()) else None
 
 
-def log1p(args: tuple, named: dict) -> Found:
+def log1p(args: tuple, named: dict) -> RuleResult:
     """log(1 + x) for x <= -1."""
     return log((args[0] + 1,), named)
 
 
-def xlogy(args: tuple, named: dict) -> Found:
+def xlogy(args: tuple, named: dict) -> RuleResult:
     """x log(y)."""
     return log((args[1],), named) if isinstance(args[1], Tensor) else None
 
 
-def logit(args: tuple, named: dict) -> Found:
+def logit(args: tuple, named: dict) -> RuleResult:
     """log(x / (1 - x)) outside (0, 1)."""
     x = args[0]
     return log((torch.minimum(x, 1 - x),), named)
 
 
-def sqrt(args: tuple, named: dict) -> Found:
+def sqrt(args: tuple, named: dict) -> RuleResult:
     """Square root of a negative number."""
     x = args[0]
     return ("root_of_negative", f"root of a negative number ({count(x < 0)})") if bool((x < 0).any()) else None
 
 
-def rsqrt(args: tuple, named: dict) -> Found:
+def rsqrt(args: tuple, named: dict) -> RuleResult:
     """1 / sqrt(x)."""
     x = args[0]
     if found := sqrt(args, named):
@@ -75,13 +75,13 @@ def rsqrt(args: tuple, named: dict) -> Found:
     return ("division_by_zero", f"1 / sqrt(0) ({count(x == 0)})") if bool((x == 0).any()) else None
 
 
-def reciprocal(args: tuple, named: dict) -> Found:
+def reciprocal(args: tuple, named: dict) -> RuleResult:
     """1 / x."""
     x = args[0]
     return ("division_by_zero", f"1 / 0 ({count(x == 0)})") if bool((x == 0).any()) else None
 
 
-def div(args: tuple, named: dict) -> Found:
+def div(args: tuple, named: dict) -> RuleResult:
     """x / y; either may be a Python number."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     if x.device != y.device:
@@ -95,30 +95,30 @@ def div(args: tuple, named: dict) -> Found:
     return "division_by_zero", f"division by 0 ({count(zero)})"
 
 
-def addcdiv(args: tuple, named: dict) -> Found:
+def addcdiv(args: tuple, named: dict) -> RuleResult:
     """x + value * y / z."""
     return div(args[1:3], named)
 
 
-def inf_over_inf(x: Tensor, y: Tensor) -> Found:
+def inf_over_inf(x: Tensor, y: Tensor) -> RuleResult:
     """inf / inf."""
     both = torch.isinf(x) & torch.isinf(y)
     return ("inf_over_inf", f"inf / inf ({count(both)})") if bool(both.any()) else None
 
 
-def remainder(args: tuple, named: dict) -> Found:
+def remainder(args: tuple, named: dict) -> RuleResult:
     """Remainder of a division by 0."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     zero = torch.broadcast_tensors(x, y == 0)[1]
     return ("division_by_zero", f"remainder of a division by 0 ({count(zero)})") if bool(zero.any()) else None
 
 
-def polygamma(args: tuple, named: dict) -> Found:
+def polygamma(args: tuple, named: dict) -> RuleResult:
     """n-th derivative of digamma; n is the first argument."""
     return RULES["digamma"]((args[1],), named)
 
 
-def weight_norm(args: tuple, named: dict) -> Found:
+def weight_norm(args: tuple, named: dict) -> RuleResult:
     """g v / |v| for v = 0."""
     v, over = args[0], named.get("dim", 0)
     length = v.movedim(over, 0).flatten(1).norm(dim=1)
@@ -130,7 +130,7 @@ def weight_norm(args: tuple, named: dict) -> Found:
     )
 
 
-def power(args: tuple, named: dict) -> Found:
+def power(args: tuple, named: dict) -> RuleResult:
     """x ** y; either may be a Python number."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     zero, negative = (x == 0) & (y < 0), (x < 0) & (y != y.floor() if is_float(y) else y != y)
@@ -143,22 +143,22 @@ def power(args: tuple, named: dict) -> Found:
     return "overflow", f"a power of numbers up to {float(x.abs().max()):.4g} overflows every format"
 
 
-def exp(args: tuple, named: dict) -> Found:
+def exp(args: tuple, named: dict) -> RuleResult:
     """exp above the range of fp64: x > 709."""
     return "exp_overflow", f"exp of {float(args[0].max()):.4g} overflows every format"
 
 
-def outside(hit: Callable[[Tensor], Tensor], words: str) -> Callable[[tuple, dict], Found]:
+def outside(hit: Callable[[Tensor], Tensor], words: str) -> Callable[[tuple, dict], RuleResult]:
     """The rule of a function that has no finite value where `hit` is true."""
 
-    def rule(args: tuple, named: dict) -> Found:
+    def rule(args: tuple, named: dict) -> RuleResult:
         hits = hit(args[0])
         return ("outside_domain", f"{words} ({count(hits)})") if bool(hits.any()) else None
 
     return rule
 
 
-def softmax(args: tuple, named: dict) -> Found:
+def softmax(args: tuple, named: dict) -> RuleResult:
     """A row that is fully masked, or that holds +Inf."""
     x, over = args[0], named.get("dim", -1)
     dims = over if isinstance(over, list | tuple) else [over]
@@ -172,7 +172,7 @@ def softmax(args: tuple, named: dict) -> Found:
     return None
 
 
-def variance(args: tuple, named: dict) -> Found:
+def variance(args: tuple, named: dict) -> RuleResult:
     """Variance of too few values for its correction."""
     x, over = args[0], named.get("dim")
     dims = range(x.dim()) if not over and over != 0 else over if isinstance(over, list | tuple) else [over]
@@ -183,7 +183,7 @@ def variance(args: tuple, named: dict) -> Found:
     return None
 
 
-def mean(args: tuple, named: dict) -> Found:
+def mean(args: tuple, named: dict) -> RuleResult:
     """Mean of an empty tensor."""
     return (
         ("mean_of_nothing", f"mean of an empty tensor, shape {list(args[0].shape)}: 0 / 0")
@@ -192,7 +192,7 @@ def mean(args: tuple, named: dict) -> Found:
     )
 
 
-def nll(args: tuple, named: dict) -> Found:
+def nll(args: tuple, named: dict) -> RuleResult:
     """Mean over targets that are all ignored."""
     ignored = args[1] == named.get("ignore_index", -100)
     if bool(ignored.all()):
@@ -200,7 +200,7 @@ def nll(args: tuple, named: dict) -> Found:
     return None
 
 
-def norm(args: tuple, named: dict) -> Found:
+def norm(args: tuple, named: dict) -> RuleResult:
     """Normalisation of equal values with eps = 0."""
     eps = named.get("eps", named.get("epsilon"))
     if eps is None or eps > 1e-30:
@@ -208,14 +208,14 @@ def norm(args: tuple, named: dict) -> Found:
     return "zero_variance", f"the variance is 0 and eps is only {eps:.3g}: 1 / sqrt(0)"
 
 
-def inverse(args: tuple, named: dict) -> Found:
+def singular_matrix(args: tuple, named: dict) -> RuleResult:
     """Inverse of a singular matrix."""
     x = args[0].double()
     hits = torch.linalg.matrix_rank(x) < x.shape[-1]
     return ("singular_matrix", f"a singular matrix ({int(hits.sum())} of {hits.numel()})") if bool(hits.any()) else None
 
 
-def infinite(read: list[Tensor], output: Tensor) -> Found:
+def inf_minus_inf(read: list[Tensor], output: Tensor) -> RuleResult:
     """Inf and -Inf among the inputs of any other operation."""
     read = [x for x in read if is_float(x)]
     if not any(bool(torch.isinf(x).any()) for x in read) or not bool(torch.isnan(output).any()):
@@ -224,20 +224,20 @@ def infinite(read: list[Tensor], output: Tensor) -> Found:
     return ("inf_minus_inf", "inf - inf") if both else None
 
 
-def times(args: tuple, named: dict) -> Found:
+def times(args: tuple, named: dict) -> RuleResult:
     """0 * inf; either may be a Python number."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     some = bool((x == 0).any() and torch.isinf(y).any()) or bool((y == 0).any() and torch.isinf(x).any())
     return ("zero_times_inf", "0 * inf") if some else None
 
 
-def minus(args: tuple, named: dict) -> Found:
+def minus(args: tuple, named: dict) -> RuleResult:
     """inf - inf."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     return ("inf_minus_inf", "inf - inf") if bool(torch.isinf(x).any() and torch.isinf(y).any()) else None
 
 
-def product(args: tuple, named: dict) -> Found:
+def product(args: tuple, named: dict) -> RuleResult:
     """Matrix product with an Inf: 0 * inf, or inf - inf in a sum."""
     read = [x for x in tensors(args) if is_float(x)]
     if not any(bool(torch.isinf(x).any()) for x in read):
@@ -250,7 +250,7 @@ def product(args: tuple, named: dict) -> Found:
     )
 
 
-RULES: dict[str, Callable[[tuple, dict], Found]] = {
+RULES: dict[str, Callable[[tuple, dict], RuleResult]] = {
     **dict.fromkeys(("log", "log2", "log10"), log),
     **dict.fromkeys(("xlogy", "special_xlog1py"), xlogy),
     "log1p": log1p,
@@ -269,7 +269,8 @@ RULES: dict[str, Callable[[tuple, dict], Found]] = {
     **dict.fromkeys(("atanh", "erfinv"), outside(lambda x: x.abs() >= 1, "an argument at or beyond -1 or 1")),
     "acosh": outside(lambda x: x < 1, "an argument below 1"),
     **dict.fromkeys(
-        ("lgamma", "digamma"), outside(lambda x: (x <= 0) & (x == x.floor()), "a pole at 0 or a negative integer")
+        ("lgamma", "digamma"),
+        outside(lambda x: (x <= 0) & (x == x.floor()), "a pole at 0 or a negative integer"),
     ),
     **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax", "logsumexp"), softmax),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), variance),
@@ -282,9 +283,9 @@ RULES: dict[str, Callable[[tuple, dict], Found]] = {
         ),
         norm,
     ),
-    **dict.fromkeys(("linalg_inv_ex", "_linalg_slogdet", "_linalg_solve_ex"), inverse),
+    **dict.fromkeys(("linalg_inv_ex", "_linalg_slogdet", "_linalg_solve_ex"), singular_matrix),
     "mul": times,
-    # sum and cumsum read one tensor: `infinite` finds both signs in it
+    # sum and cumsum read one tensor: `inf_minus_inf` finds both signs in it
     **dict.fromkeys(("add", "sub", "rsub"), minus),
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "matmul", "convolution", "dot", "mv"), product),
 }

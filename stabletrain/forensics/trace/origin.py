@@ -1,4 +1,4 @@
-"""Finds the origin: the first operation whose non-finite values reached the loss or a gradient, and what led up to it.
+"""Finds the origin: the first operation whose non-finite values reached the loss or a gradient, and its history.
 
 If loss and gradients are finite, it is the operation that left a value that is not finite, or huge, in a buffer.
 
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from stabletrain.forensics.trace.callers import OUTSIDE
+from stabletrain.forensics.trace.callers import OUTSIDE_MODEL
 from stabletrain.forensics.trace.recorder import ACCIDENTS, OpRecord, Source, Trace
 from stabletrain.forensics.trace.values import Values
 from stabletrain.monitors.module_groups import blocks, place
 
-RANKS = {"producer": 0, "revealed": 0, "unwritten": 1, "written": 2, "given": 3}
+BLAME_ORDER = {"producer": 0, "revealed": 0, "unwritten": 1, "written": 2, "given": 3}
 
 
 MASKED = (
@@ -90,8 +90,8 @@ def find_origin(trace: Trace) -> Origin | None:
     if source is None:
         return origin_of_buffer(trace)
     if (masked := masked_logits(trace, source)) is not None:
-        return origin_at(trace, Source(masked.index, source.how), "masked_logits", MASKED + whence(trace, masked))
-    return origin_at(trace, source, *words(trace, source))
+        return origin_at(trace, Source(masked.index, source.how), "masked_logits", MASKED + inf_origin(trace, masked))
+    return origin_at(trace, source, *reason_of(trace, source))
 
 
 def origin_at(trace: Trace, source: Source, why: str, reason: str) -> Origin:
@@ -120,7 +120,7 @@ def origin_at(trace: Trace, source: Source, why: str, reason: str) -> Origin:
 
 
 def masked_logits(trace: Trace, source: Source) -> OpRecord | None:
-    """Returns the log-softmax that turned masked logits, -Inf on purpose, into a loss of Inf; None if none did."""
+    """Returns the log-softmax that turned masked logits, -Inf on purpose, into a loss of Inf; None if there is none."""
     if source.how not in ("written", "given") or not any(end.loss and source in end.sources for end in trace.ends):
         return None
     among = [record for record in trace.records[source.record :] if source in record.sources]
@@ -141,7 +141,7 @@ def origin_of_buffer(trace: Trace) -> Origin | None:
         source = min(end.sources, key=lambda source: source.record, default=Source(end.record, "written"))
         return origin_at(trace, source, "buffer", reached)
     source = min(accidents, key=lambda source: source.record)
-    why, reason = words(trace, source)
+    why, reason = reason_of(trace, source)
     return origin_at(trace, source, why, f"{reason}; {reached}")
 
 
@@ -155,10 +155,10 @@ def blamed(trace: Trace) -> Source | None:
         reached = trace.last
     if not reached and not trace.saw_leaves:
         reached = frozenset(Source(record.index, record.how) for record in backward if record.how in ACCIDENTS)
-    return min(reached, key=lambda source: (RANKS[source.how], source.record)) if reached else None
+    return min(reached, key=lambda source: (BLAME_ORDER[source.how], source.record)) if reached else None
 
 
-def words(trace: Trace, source: Source) -> tuple[str, str]:
+def reason_of(trace: Trace, source: Source) -> tuple[str, str]:
     """Returns the key and the reason."""
     record = trace.records[source.record]
     if source.how in ACCIDENTS:
@@ -166,7 +166,7 @@ def words(trace: Trace, source: Source) -> tuple[str, str]:
         why, reason = (
             ("unknown", "its arithmetic was not analysed") if finding is None else (finding.why, finding.reason)
         )
-        return why, reason + whence(trace, record)
+        return why, reason + inf_origin(trace, record)
     if source.how == "given":
         return "given", "it read data, weights or buffers that were non-finite before the step began"
     if source.how == "unwritten":
@@ -174,7 +174,7 @@ def words(trace: Trace, source: Source) -> tuple[str, str]:
     return "written", "it wrote Inf or NaN as a constant, which reached the loss or a gradient"
 
 
-def whence(trace: Trace, record: OpRecord) -> str:
+def inf_origin(trace: Trace, record: OpRecord) -> str:
     """Describes where an Inf came from, if the operation turned it into NaN."""
     if not record.sources:
         return ""
@@ -195,7 +195,7 @@ def chain(trace: Trace, origin: OpRecord) -> tuple[Link, ...]:
     def where(record: OpRecord) -> str:
         return place(record.module, among)
 
-    return links(forward, where, last) + links(backward, where, largest)
+    return links(forward, where, last_output) + links(backward, where, largest_output)
 
 
 def links(
@@ -206,7 +206,7 @@ def links(
     for record in records:
         name = where(record)
         values = [value for value in record.outputs[:1] if value.absmax is not None]
-        before_the_model = name == OUTSIDE and not found and record.direction == "forward"
+        before_the_model = name == OUTSIDE_MODEL and not found and record.direction == "forward"
         if name and values and not before_the_model:
             found[name] = (record.direction, [*found.pop(name, ("", []))[1], *values])
     return tuple(
@@ -215,11 +215,11 @@ def links(
     )
 
 
-def last(values: list[Values]) -> Values:
+def last_output(values: list[Values]) -> Values:
     """The last one: the output of a part's last operation is the part's output."""
     return values[-1]
 
 
-def largest(values: list[Values]) -> Values:
+def largest_output(values: list[Values]) -> Values:
     """The largest one; non-finite values come first."""
     return max(values, key=lambda value: (not value.finite, value.absmax or 0.0))

@@ -7,7 +7,7 @@ to tensor by their storage, so the trace knows which sources reached the loss or
 A source is an operation where non-finite values begin, by accident or on purpose:
 
     producer   read finite values and wrote non-finite ones
-    revealed   read an intended Inf, such as a mask, and made NaN of it: inf - inf, 0 * inf
+    revealed   read an intended Inf, such as a mask, and produced NaN: inf - inf, 0 * inf
     written    wrote Inf or NaN as a constant: masked_fill(..., -inf), full, where, padding
     unwritten  allocated memory without writing to it: empty
     given      was the first to read values that were non-finite before the trace: data, weights, a mask in a buffer
@@ -76,7 +76,7 @@ class Call(NamedTuple):
         return schema is not None and schema.is_mutable
 
 
-def beginning(call: Call, place: int, inputs: Sequence[Values], output: Values, sources: frozenset[Source]) -> str:
+def source_kind(call: Call, place: int, inputs: Sequence[Values], output: Values, sources: frozenset[Source]) -> str:
     """The kind of source for output number `place`, as listed in the module's docstring; empty if it is none."""
     # Besides the result, attention returns a logsumexp, which is -Inf for a fully masked row, and padding.
     if "_attention" in call.op and "backward" not in call.op and place > 0:
@@ -91,7 +91,7 @@ def beginning(call: Call, place: int, inputs: Sequence[Values], output: Values, 
     return "written" if constants else "producer"
 
 
-def kept(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def arguments_before(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments before the operation runs; those that it modifies in place are copied."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -110,20 +110,20 @@ def arguments(func: Any, args: tuple, kwargs: dict) -> list[tuple[Any, Any]]:
     return [(entry, values[entry.name]) for entry in entries if entry.name in values]
 
 
-def modified(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+def tensors_modified(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     """The tensors that an operation modifies: in place, in a list (`_foreach_add_`), or as `out=`."""
     known = arguments(func, args, kwargs)
     return [*tensors([value for entry, value in known if entry.alias_info is not None and entry.alias_info.is_write])]
 
 
-def read_by(func: Any, op: str, args: tuple, kwargs: dict) -> list[Tensor]:
+def tensors_read(func: Any, op: str, args: tuple, kwargs: dict) -> list[Tensor]:
     """The tensors that an operation reads; not those that it only writes."""
     outs = {entry.name for entry, _ in arguments(func, args, kwargs) if entry.is_out}
     taken = args[1:] if op.replace("_foreach_", "") in OVERWRITES else args
     return list(tensors((taken, {key: value for key, value in kwargs.items() if key not in outs})))
 
 
-EXPLAINED = 64
+MAX_EXPLAINED = 64
 """Maximum number of sources whose arithmetic is explained; only the first ones matter."""
 
 
@@ -140,7 +140,7 @@ class BufferEnd(NamedTuple):
 
     Attributes:
         name, dtype, absmax: of the buffer.
-        record: the operation after which it was so.
+        record: the first operation after which it was so.
         sources: where its non-finite values began; empty if the operation writes it without saying so (BatchNorm).
     """
 
@@ -212,8 +212,8 @@ class Trace(TorchDispatchMode):
         self.last = frozenset[Source]()
         self.saw_leaves = False
         self.buffer_ends: list[BufferEnd] = []
-        self._sound: dict[str, Tensor] = {}  # buffers that are finite when the trace begins
-        self._sound_places: dict[int, Tensor] = {}  # the same by storage
+        self._finite_buffers: dict[str, Tensor] = {}  # buffers that are finite when the trace begins
+        self._finite_places: dict[int, Tensor] = {}  # the same by storage
         self._spoilt: dict[int, int] = {}  # storage -> first operation after which such a buffer was not finite
         self._callers = Callers(model)
         self._places: dict[int, StorageWeakRef] = {}  # keeps the numbers of storages unique after they are freed
@@ -228,15 +228,15 @@ class Trace(TorchDispatchMode):
 
     def __enter__(self) -> "Trace":
         """Begins the trace."""
-        self._sound = {name: tensor for name, tensor in self.model.named_buffers() if is_sound(tensor)}
-        self._sound_places = {self._place(tensor): tensor for tensor in self._sound.values()}
+        self._finite_buffers = {name: tensor for name, tensor in self.model.named_buffers() if is_finite_buffer(tensor)}
+        self._finite_places = {self._place(tensor): tensor for tensor in self._finite_buffers.values()}
         return super().__enter__()
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
         """Ends the trace, and looks at the buffers."""
         result = super().__exit__(exc_type, exc_val, exc_tb)
         for name, tensor in self.model.named_buffers():
-            if name not in self._sound or is_sound(tensor):
+            if name not in self._finite_buffers or is_finite_buffer(tensor):
                 continue
             key = self._place(tensor)
             record = self._spoilt.get(key, self._writers.get(key))
@@ -253,16 +253,16 @@ class Trace(TorchDispatchMode):
         op = str(getattr(func, "overloadpacket", func))
         # Measure the inputs first: the operation may write into them.
         with torch.no_grad():
-            reads = read_by(func, op, args, kwargs)
+            reads = tensors_read(func, op, args, kwargs)
             inputs = tuple(measure(tensor) for tensor in reads)
             touched = {self._place(tensor) for tensor in tensors((args, kwargs))}
-            before = kept(func, args, kwargs)
+            before = arguments_before(func, args, kwargs)
         out = func(*args, **kwargs)
         with torch.no_grad():
-            for key in touched & self._sound_places.keys():
-                if not is_sound(self._sound_places[key]):
+            for key in touched & self._finite_places.keys():
+                if not is_finite_buffer(self._finite_places[key]):
                     self._spoilt.setdefault(key, len(self.records))
-            writes = list(tensors(out)) or modified(func, args, kwargs)
+            writes = list(tensors(out)) or tensors_modified(func, args, kwargs)
             self._record(Call(func, op, grad, *before), reads, inputs, touched, writes)
         return out
 
@@ -283,9 +283,9 @@ class Trace(TorchDispatchMode):
         for place, (tensor, values) in enumerate(zip(writes, outputs, strict=True)):
             how = self._follow(call, place, tensor, values, inputs, sources, touched)
             hows.append(how)
-            if how in ACCIDENTS and finding is None and self._explained < EXPLAINED:
+            if how in ACCIDENTS and finding is None and self._explained < MAX_EXPLAINED:
                 self._explained += 1
-                finding = explain_nonfinite(call.func, call.args, call.kwargs, place, tensor, name(node))
+                finding = explain_nonfinite(call.func, call.args, call.kwargs, place, tensor, node_name(node))
         if outputs and outputs[-1].absmax is not None:
             self.last = frozenset() if outputs[-1].finite else self._from[self._place(writes[-1])]
         self.saw_leaves |= caller.leaf
@@ -297,7 +297,7 @@ class Trace(TorchDispatchMode):
                 module=caller.place.module,
                 direction="backward" if caller.backward else "forward",
                 op=call.op,
-                node=name(node) if caller.backward else "",
+                node=node_name(node) if caller.backward else "",
                 source=caller.place.source,
                 called_from=caller.place.called_from,
                 inputs=inputs,
@@ -337,7 +337,7 @@ class Trace(TorchDispatchMode):
         sources: frozenset[Source],
         touched: set[int],
     ) -> str:
-        """Records what an output's storage holds from now on; returns the kind of source, empty if none."""
+        """Records the new content of an output's storage; returns the kind of source, empty if none."""
         key, index = self._place(tensor), len(self.records)
         if key in touched and not call.writes_in_place:  # a view
             return ""
@@ -350,17 +350,17 @@ class Trace(TorchDispatchMode):
             if not partly:
                 self._from.pop(key, None)
             return ""
-        how = beginning(call, place, inputs, values, sources)
+        how = source_kind(call, place, inputs, values, sources)
         there = self._from.get(key, frozenset()) if partly else frozenset()
         self._from[key] = there | (frozenset({Source(index, how)}) if how else sources)
         return how
 
 
-def is_sound(buffer: Tensor) -> bool:
+def is_finite_buffer(buffer: Tensor) -> bool:
     """Returns whether a buffer is judged by the guard and has only finite values that are not huge."""
     return is_measured(buffer) and not is_huge(buffer)
 
 
-def name(node: Any) -> str:
+def node_name(node: Any) -> str:
     """The name of an autograd node; empty if None."""
     return "" if node is None else node.name()

@@ -1,8 +1,8 @@
 """Records every operation of an optimizer's step, and which parameter each belongs to.
 
-Non-finite values are followed as in `recorder.py`. Beside that, the record of an operation knows the parameters whose
-tensors it was computed from, the zeros among its inputs, and its source code. An operation on a list of tensors
-(`_foreach_div_`, `_fused_adamw_`) is run and recorded for each element of the list by itself.
+Non-finite values are followed as in `recorder.py`. Each record also holds the parameters whose tensors it was computed
+from, the zeros among its inputs, and its source code. An operation on a list of tensors (`_foreach_div_`,
+`_fused_adamw_`) is run and recorded for each element of the list by itself.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.forensics.trace.callers import StepCallers
-from stabletrain.forensics.trace.recorder import Call, Source, Trace, kept, modified, read_by
+from stabletrain.forensics.trace.recorder import Call, Source, Trace, arguments_before, tensors_modified, tensors_read
 from stabletrain.forensics.trace.values import dense, is_float, measure, tensors, unscaled
 
 
@@ -22,7 +22,7 @@ class Label(NamedTuple):
     """A tensor that a step may write.
 
     `parameter`, `gradient` or the name of a moment, with the parameter's name; `buffer` with its name; or `attribute`,
-    with the name of what the optimizer keeps it in.
+    with the name of the optimizer's attribute that holds it.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """What an `OpRecord` does not tell of an operation of an optimizer.
+    """More about an operation of an optimizer than an `OpRecord` holds.
 
     Attributes:
         text: its expression in the source code; empty if unknown.
@@ -76,20 +76,20 @@ class UpdateTrace(Trace):
         self._parameters: dict[int, frozenset[str]] = {}  # place -> what its values were computed from
         self._paused = False
         for tensor, label in known:
-            self.know(tensor, label)
+            self.label_before(tensor, label)
 
-    def know(self, tensor: Tensor, label: Label) -> None:
+    def label_before(self, tensor: Tensor, label: Label) -> None:
         """Labels a tensor; many may share one storage, as gradients in the buckets of DDP do."""
         if not dense(tensor).numel():
             return
-        key, (begin, end) = super()._place(tensor), span(tensor)
+        key, (begin, end) = super()._place(tensor), byte_range(tensor)
         spans = self._spans.setdefault(key, [])
         place = next((p for b, e, p in spans if (b, e) == (begin, end)), -1 - len(self.labels))
         if place not in self.labels:
             spans.append((begin, end, place))
         self.labels.setdefault(place, label)
 
-    def label(self, tensor: Tensor, label: Label) -> None:
+    def label_new(self, tensor: Tensor, label: Label) -> None:
         """Labels a tensor that the step has made, such as a moment."""
         self.labels.setdefault(self._place(tensor), label)
 
@@ -113,7 +113,7 @@ class UpdateTrace(Trace):
             return func(*args, **kwargs)
         op = str(getattr(func, "overloadpacket", func))
         grad, results = torch.is_grad_enabled(), []
-        parts = elements(op, args, kwargs)
+        parts = list_elements(op, args, kwargs)
         # One element at a time: the arguments that an operation modifies are copied to explain its result.
         for part_args, part_kwargs in parts or [(args, kwargs)]:
             results.append(self._run(func, op, grad, part_args, part_kwargs, listed=parts is not None))
@@ -124,17 +124,17 @@ class UpdateTrace(Trace):
     def _run(self, func: Any, op: str, grad: bool, args: tuple, kwargs: dict, *, listed: bool) -> Any:
         """Runs and records one operation."""
         with torch.no_grad():
-            single = of_one(op, args, kwargs) if listed else None
+            single = single_op(op, args, kwargs) if listed else None
             named, one_args, one_kwargs = (func, args, kwargs) if single is None else single
-            reads = read_by(named, op, one_args, one_kwargs)
+            reads = tensors_read(named, op, one_args, one_kwargs)
             inputs = tuple(measure(tensor) for tensor in reads)
             contents = tuple(self._content(tensor) for tensor in reads)
             touched = {self._place(tensor) for tensor in tensors((one_args, one_kwargs))}
-            before = kept(named, one_args, one_kwargs)
+            before = arguments_before(named, one_args, one_kwargs)
             numbers = tuple(float(each) for each in scalars((one_args, one_kwargs)))
         out = func(*args, **kwargs)
         with torch.no_grad():
-            writes = list(tensors(out)) or modified(func, args, kwargs)
+            writes = list(tensors(out)) or tensors_modified(func, args, kwargs)
             self._record(Call(named, op, grad, *before), reads, inputs, touched, writes)
             self._detail(op, contents, numbers, writes)
             bad = any(not values.finite for values in self.records[-1].outputs)
@@ -143,7 +143,7 @@ class UpdateTrace(Trace):
         return out
 
     def _detail(self, op: str, reads: tuple[Content, ...], numbers: tuple[float, ...], writes: list[Tensor]) -> None:
-        """Adds what the newest record does not tell, and what its outputs were computed from."""
+        """Adds the details of the newest record, and the parameters that its outputs were computed from."""
         after = tuple(self._content(tensor) for tensor in writes)
         parts = [self._parameters_of(each.place) for each in (*reads, *after)]
         parameters = frozenset[str]().union(*parts)
@@ -164,16 +164,16 @@ class UpdateTrace(Trace):
         return Content(values.numel(), zeros, self._place(tensor))
 
     def _place(self, tensor: Tensor) -> int:
-        """Identifies a known tensor, of which the tensor may be a part; otherwise the tensor's storage."""
+        """Identifies the known tensor that contains this one; otherwise this tensor's storage."""
         key = super()._place(tensor)
         if key not in self._spans:
             return key
-        begin, end = span(tensor)
+        begin, end = byte_range(tensor)
         inside = [place for first, last, place in self._spans[key] if first <= begin and end <= last]
         return inside[0] if inside else key
 
 
-def span(tensor: Tensor) -> tuple[int, int]:
+def byte_range(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one behind its last."""
     values = dense(tensor)
     reach = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
@@ -192,7 +192,7 @@ def scalars(value: Any) -> Iterator[float]:
         yield value
 
 
-def elements(op: str, args: tuple, kwargs: dict) -> list[tuple[tuple, dict]] | None:
+def list_elements(op: str, args: tuple, kwargs: dict) -> list[tuple[tuple, dict]] | None:
     """The arguments for each element of an operation on lists of tensors; None if it is another operation."""
     lists = op.startswith(("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad"))
     first = args[0] if args else None
@@ -212,7 +212,7 @@ def elements(op: str, args: tuple, kwargs: dict) -> list[tuple[tuple, dict]] | N
     ]
 
 
-def of_one(op: str, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict] | None:
+def single_op(op: str, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict] | None:
     """The operation on one tensor that an operation on lists of one element equals; None if there is none."""
     name = op.rpartition(".")[2].removeprefix("_foreach_")
     name = {"norm": "linalg_vector_norm"}.get(name, name)

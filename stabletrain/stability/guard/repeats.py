@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from stabletrain.buffers import SavedBuffers, buffers_of, can_be_written
+from stabletrain.buffers import SavedBuffers, can_be_written
 from stabletrain.machine.determinism import Generators
 from stabletrain.machine.memory import within_memory
+from stabletrain.machine.untouched import attributes_of, put_back_attributes, untouched
 from stabletrain.protocols import Tools
 from stabletrain.records import Number, TrainState
 from stabletrain.stability.guard.comparing import Compared, compare, sums
-
-CONTAINERS = ("_modules", "_parameters", "_buffers")
-"""Attributes in which a module keeps its children and tensors."""
 
 
 class NoRepeat:
@@ -94,23 +92,11 @@ class RepeatGradient(NoRepeat):
     @contextmanager
     def _rewound(self) -> Generator[None]:
         """Sets buffers, generators, gradients and attributes to the beginning of the step; restores them on exit."""
-        model = self._model
-        saved, generators = buffers_of(model).save(), Generators.now(self._generators.device)
-        attributes = attributes_of(model)
-        gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-        try:
+        with untouched(self._model, self._generators.device):
             self._buffers.put_back()
-            put_back_all(self._attributes)
-            for parameter, _ in gradients:
-                parameter.grad = None
+            put_back_attributes(self._attributes)
             self._generators.set()
             yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            put_back_all(attributes)
-            saved.put_back()
-            generators.set()
 
 
 @dataclass(frozen=True)
@@ -268,23 +254,3 @@ def copied(tensor: Tensor) -> Tensor:
 def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Copies the state of one tensor."""
     return {name: copied(each) if isinstance(each, Tensor) else each for name, each in state.items()}
-
-
-def attributes_of(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Returns each module with its attributes. Values that are changed in place are not copied."""
-    return [(module, {**vars(module)}) for module in model.modules()]
-
-
-def put_back_all(attributes: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
-    """Restores the attributes of all modules."""
-    for module, before in attributes:
-        put_back_attributes(module, before)
-
-
-def put_back_attributes(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Restores a module's attributes, except the containers of its children and tensors."""
-    live = vars(module)
-    for name in [*live]:
-        if name not in before:
-            del live[name]
-    live.update({name: value for name, value in before.items() if name not in CONTAINERS})

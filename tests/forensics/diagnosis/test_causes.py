@@ -11,14 +11,14 @@ from stabletrain.forensics.trace.values import Values
 from tests.forensics.diagnosis.given import BAD, CALM, FINE, NAN, READING, SETTING, SPIKE, origin
 
 
-def nonfinite(found, makers=(), fp32=NAN, **setting):
+def nonfinite(found, divisor_ops=(), fp32=NAN, **setting):
     chosen = replace(SETTING, choices={**SETTING.choices, **setting.pop("choices", {})}, **setting)
     outcomes = {"same": replace(NAN, bitwise_equal_to_reading=True), "fp32": fp32, "fresh_batch": NAN}
     return Evidence(
         "nonfinite",
         READING._replace(loss=math.nan, grad_norm=math.nan),
         origin=found,
-        makers=makers,
+        divisor_ops=divisor_ops,
         outcomes=outcomes,
         drift=CALM,
         setting=chosen,
@@ -75,7 +75,7 @@ def test_a_fix_is_never_what_the_run_has_already(precision):
 
 
 @pytest.mark.parametrize(
-    ("makers", "cause"),
+    ("divisor_ops", "cause"),
     [
         (["aten.std"], "zero_variance_norm"),
         (["aten.sqrt", "aten.var"], "zero_variance_norm"),
@@ -86,8 +86,8 @@ def test_a_fix_is_never_what_the_run_has_already(precision):
         ([], "unsafe_op"),
     ],
 )
-def test_a_norm_is_known_by_what_it_divides_by(makers, cause):
-    assert diagnose(nonfinite(origin(why="zero_over_zero"), makers)).cause == cause
+def test_a_norm_is_known_by_what_it_divides_by(divisor_ops, cause):
+    assert diagnose(nonfinite(origin(why="zero_over_zero"), divisor_ops)).cause == cause
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_updates_longer_than_the_learning_rate_are_optimizer_staleness():
     far = replace(CALM, steps=2, moved=0.06, share=0.5)
     setting = replace(SETTING, choices={**SETTING.choices, "optimizer": "adamw"})
     setting = replace(setting, values={**SETTING.values, "optimizer.betas": [0.9, 0.999]})
-    stale = replace(SPIKE, drift=far, overlong=5.0, setting=setting)
+    stale = replace(SPIKE, drift=far, update_length=5.0, setting=setting)
     assert diagnose(stale).cause == "optimizer_staleness"
     assert {"optimizer.betas=[0.9,0.95]", "optimizer=stable_adamw"} <= {*diagnose(stale).fix}
-    assert diagnose(replace(stale, overlong=0.9)).cause == "lr_too_high"
+    assert diagnose(replace(stale, update_length=0.9)).cause == "lr_too_high"
 
 
 @pytest.mark.parametrize(
@@ -246,15 +246,15 @@ def test_a_suggested_init_is_supported_and_not_the_current_one(attends, init, st
 
 
 @pytest.mark.parametrize(
-    ("makers", "cause"),
+    ("divisor_ops", "cause"),
     [
         (["aten.linalg_vector_norm", "aten.sub"], "zero_variance_norm"),
         (["aten.mul", "aten.linalg_vector_norm", "aten.mul"], "zero_variance_norm"),
         (["aten.linalg_vector_norm", "aten.mul"], "unsafe_op"),
     ],
 )
-def test_a_vector_norm_counts_as_a_spread_only_if_centred_or_scaled(makers, cause):
-    assert diagnose(nonfinite(origin(why="zero_over_zero"), makers)).cause == cause
+def test_a_vector_norm_counts_as_a_spread_only_if_centred_or_scaled(divisor_ops, cause):
+    assert diagnose(nonfinite(origin(why="zero_over_zero"), divisor_ops)).cause == cause
 
 
 @pytest.mark.parametrize("why", ["log_of_zero", "zero_variance", "overflow"])
@@ -292,10 +292,10 @@ def test_gradients_far_above_their_second_moment_are_staleness_unless_the_older_
 
 
 @pytest.mark.parametrize(
-    ("overlong", "cause"), [(0.33, "lr_too_high"), (1.2, "optimizer_staleness"), (8.0, "optimizer_staleness")]
+    ("update_length", "cause"), [(0.33, "lr_too_high"), (1.2, "optimizer_staleness"), (8.0, "optimizer_staleness")]
 )
-def test_gradients_that_grew_after_an_update_of_ordinary_moments_are_the_learning_rates_fault(overlong, cause):
+def test_gradients_that_grew_after_an_update_of_ordinary_moments_are_the_learning_rates_fault(update_length, cause):
     """The numbers of `experiment=spiky`: an update 300 times too long, made of m and v that agree."""
-    found = diagnose(replace(SPIKE, staleness=346.0, overlong=overlong))
+    found = diagnose(replace(SPIKE, staleness=346.0, update_length=update_length))
     assert found.cause == cause
     assert any("0.33" in line for line in found.evidence) == (cause == "lr_too_high")

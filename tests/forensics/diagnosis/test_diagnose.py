@@ -93,7 +93,7 @@ def test_weights_contribute_only_if_the_same_batch_is_normal_with_older_ones():
     rushed = replace(FAILED, drift=replace(CALM, share=0.5, grown=1.2))
     assert causes(rushed) == ["unsafe_op"]
     assert causes(after("older_state", rushed)) == ["unsafe_op", "lr_too_high"]
-    assert causes(after("older_state", overlong=5.0)) == ["unsafe_op", "optimizer_staleness"]
+    assert causes(after("older_state", update_length=5.0)) == ["unsafe_op", "optimizer_staleness"]
     assert causes(after("older_state")) == ["unsafe_op"], "that it was normal before is no cause"
 
 
@@ -134,7 +134,7 @@ def test_a_corrupt_state_and_a_hardware_fault_explain_what_was_measured_after_th
 
 def test_nothing_contributes_to_a_step_that_is_normal_when_replayed():
     sizes, before = GROWTH
-    finite = replace(SPIKE, outcomes=dict.fromkeys(SPIKE.outcomes, FINE), sizes=sizes, before=before, overlong=5.0)
+    finite = replace(SPIKE, outcomes=dict.fromkeys(SPIKE.outcomes, FINE), sizes=sizes, before=before, update_length=5.0)
     assert len(causes(finite)) == 1
 
 

@@ -6,23 +6,23 @@ from dataclasses import replace
 import pytest
 
 from stabletrain.forensics.diagnosis.evidence import (
-    BRIGHT,
-    HUGE,
-    OVERLONG,
-    RUSHED,
-    WAYS,
-    WILD,
+    ADAM_SLACK_LRS,
+    HUGE_INPUT,
+    INPUT_OUTLIER_RATIO,
+    LR_TOO_HIGH,
+    MAX_UPDATE_LENGTH,
+    WEIGHTS_RUINED,
     LargestInput,
-    absurd_at_first,
-    beyond_lr,
-    decayed,
+    decay_too_strong,
+    excess_length,
+    finite_in_fp32,
+    first_loss_too_large,
+    has_input_outlier,
     is_spread,
-    narrow,
-    no_result,
-    overlong,
-    rushed,
-    too_bright,
-    wild,
+    moved_beyond_lr,
+    moved_too_far,
+    no_finite_result,
+    weights_ruined,
 )
 from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.values import Values
@@ -67,56 +67,63 @@ def test_size_is_a_monitor_metric_and_grown_is_its_ratio_to_the_older_state():
 
 
 @pytest.mark.parametrize(
-    ("share", "overlong", "is_rushed"),
-    [(RUSHED, 1.0, False), (1.01 * RUSHED, 1.0, True), (1.9 * RUSHED, 2.0, False), (2.1 * RUSHED, 2.0, True)],
+    ("share", "update_length", "is_rushed"),
+    [
+        (LR_TOO_HIGH, 1.0, False),
+        (1.01 * LR_TOO_HIGH, 1.0, True),
+        (1.9 * LR_TOO_HIGH, 2.0, False),
+        (2.1 * LR_TOO_HIGH, 2.0, True),
+    ],
 )
-def test_weights_are_rushed_if_they_move_further_than_the_length_of_the_updates_explains(share, overlong, is_rushed):
+def test_weights_are_rushed_if_they_move_further_than_the_length_of_the_updates_explains(
+    share, update_length, is_rushed
+):
     """If updates are two learning rates long, moving twice as far does not mean that the learning rate is too high."""
-    assert rushed(replace(SPIKE, drift=replace(CALM, share=share), overlong=overlong)) is is_rushed
-    assert not rushed(replace(SPIKE, drift=None))
+    assert moved_too_far(replace(SPIKE, drift=replace(CALM, share=share), update_length=update_length)) is is_rushed
+    assert not moved_too_far(replace(SPIKE, drift=None))
 
 
 def test_updates_are_overlong_only_above_the_bound_for_equally_old_moments():
-    assert overlong(replace(SPIKE, overlong=OVERLONG)) == 1.0
-    assert overlong(replace(SPIKE, overlong=OVERLONG + 0.5)) == OVERLONG + 0.5
-    assert overlong(replace(SPIKE, overlong=math.nan)) == 1.0
+    assert excess_length(replace(SPIKE, update_length=MAX_UPDATE_LENGTH)) == 1.0
+    assert excess_length(replace(SPIKE, update_length=MAX_UPDATE_LENGTH + 0.5)) == MAX_UPDATE_LENGTH + 0.5
+    assert excess_length(replace(SPIKE, update_length=math.nan)) == 1.0
 
 
 def test_adam_cannot_move_weights_further_than_the_learning_rate_allows():
-    furthest = 3e-3 * (10 + WAYS)
-    assert not beyond_lr(replace(SPIKE, drift=replace(CALM, moved=furthest)))
+    furthest = 3e-3 * (10 + ADAM_SLACK_LRS)
+    assert not moved_beyond_lr(replace(SPIKE, drift=replace(CALM, moved=furthest)))
     far = replace(SPIKE, drift=replace(CALM, moved=1.01 * furthest))
-    assert beyond_lr(far)
-    assert not beyond_lr(replace(far, overlong=2.0))
-    assert not beyond_lr(replace(far, drift=replace(far.drift, adaptive=False))), "SGD takes steps of any length"
-    assert not beyond_lr(replace(far, setting=replace(SETTING, values={})))
+    assert moved_beyond_lr(far)
+    assert not moved_beyond_lr(replace(far, update_length=2.0))
+    assert not moved_beyond_lr(replace(far, drift=replace(far.drift, adaptive=False))), "SGD takes steps of any length"
+    assert not moved_beyond_lr(replace(far, setting=replace(SETTING, values={})))
 
 
 def test_weights_are_wild_only_if_the_step_is_normal_on_the_older_state():
-    torn = replace(SPIKE, drift=replace(CALM, share=1.01 * WILD))
-    assert wild(torn)
-    assert not wild(replace(torn, outcomes={"older_state": BAD}))
-    assert not wild(replace(torn, outcomes={}))
-    assert not wild(replace(torn, drift=None))
-    assert not wild(replace(SPIKE, drift=replace(CALM, share=WILD)))
+    torn = replace(SPIKE, drift=replace(CALM, share=1.01 * WEIGHTS_RUINED))
+    assert weights_ruined(torn)
+    assert not weights_ruined(replace(torn, outcomes={"older_state": BAD}))
+    assert not weights_ruined(replace(torn, outcomes={}))
+    assert not weights_ruined(replace(torn, drift=None))
+    assert not weights_ruined(replace(SPIKE, drift=replace(CALM, share=WEIGHTS_RUINED)))
 
 
 def test_a_first_loss_far_above_guessing_is_absurd_if_fp32_gives_it_too():
     first = replace(SPIKE, reading=READING._replace(step=3), outcomes={"fp32": Outcome(True, 31.0, 1.0)})
-    assert absurd_at_first(first)
-    assert not absurd_at_first(replace(first, reading=READING._replace(step=4)))
-    assert not absurd_at_first(replace(first, outcomes={"fp32": Outcome(True, 30.0, 1.0)}))
-    assert not absurd_at_first(replace(first, outcomes={}))
+    assert first_loss_too_large(first)
+    assert not first_loss_too_large(replace(first, reading=READING._replace(step=4)))
+    assert not first_loss_too_large(replace(first, outcomes={"fp32": Outcome(True, 30.0, 1.0)}))
+    assert not first_loss_too_large(replace(first, outcomes={}))
 
 
 def test_an_input_is_too_bright_if_it_is_far_larger_than_those_of_a_batch_that_stays_finite():
-    bright = LargestInput({"index": 0}, 2.1 * BRIGHT, 2.0)
+    bright = LargestInput({"index": 0}, 2.1 * INPUT_OUTLIER_RATIO, 2.0)
     seen = replace(SPIKE, largest_input=bright, outcomes={"fresh_batch": FINE})
-    assert too_bright(seen)
-    assert not too_bright(replace(seen, largest_input=replace(bright, largest=2 * BRIGHT)))
-    assert not too_bright(replace(seen, largest_input=replace(bright, elsewhere=0.0)))
-    assert not too_bright(replace(seen, outcomes={"fresh_batch": NAN}))
-    assert not too_bright(replace(seen, largest_input=None))
+    assert has_input_outlier(seen)
+    assert not has_input_outlier(replace(seen, largest_input=replace(bright, largest=2 * INPUT_OUTLIER_RATIO)))
+    assert not has_input_outlier(replace(seen, largest_input=replace(bright, elsewhere=0.0)))
+    assert not has_input_outlier(replace(seen, outcomes={"fresh_batch": NAN}))
+    assert not has_input_outlier(replace(seen, largest_input=None))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,7 @@ def test_an_input_is_too_bright_if_it_is_far_larger_than_those_of_a_batch_that_s
 )
 def test_weight_decay_is_to_blame_if_it_removes_over_half_of_the_weights_per_step(decay, rate, kind, is_decayed):
     values = {"optimizer.weight_decay": decay, "optimizer.lr": rate, "optimizer.decay": kind}
-    assert decayed(replace(SPIKE, setting=replace(SETTING, values=values))) is is_decayed
+    assert decay_too_strong(replace(SPIKE, setting=replace(SETTING, values=values))) is is_decayed
 
 
 @pytest.mark.parametrize(
@@ -152,17 +159,17 @@ def test_a_variance_is_distinguished_from_a_plain_vector_length(ops, spread):
 
 
 def test_fp16_is_too_narrow_if_the_step_is_finite_in_fp32():
-    assert narrow(replace(SPIKE, origin=origin(in_fp32=7e4), outcomes={"fp32": FINE}))
-    assert not narrow(replace(SPIKE, origin=origin(in_fp32=7e4), outcomes={"fp32": NAN}))
-    assert not narrow(replace(SPIKE, outcomes={"fp32": FINE}))
+    assert finite_in_fp32(replace(SPIKE, origin=origin(in_fp32=7e4), outcomes={"fp32": FINE}))
+    assert not finite_in_fp32(replace(SPIKE, origin=origin(in_fp32=7e4), outcomes={"fp32": NAN}))
+    assert not finite_in_fp32(replace(SPIKE, outcomes={"fp32": FINE}))
 
 
 def test_an_operation_has_no_result_only_if_its_inputs_were_ordinary():
     def of(size, exact=math.inf):
         return replace(SPIKE, origin=replace(origin(in_fp32=exact), inputs=(Values((2,), "float32", size),)))
 
-    assert no_result(of(0.99 * HUGE))
-    assert no_result(of(None)), "integers have no absmax, and do not count as huge"
-    assert not no_result(of(HUGE))
-    assert not no_result(of(1.0, exact=7e4))
-    assert not no_result(SPIKE)
+    assert no_finite_result(of(0.99 * HUGE_INPUT))
+    assert no_finite_result(of(None)), "integers have no absmax, and do not count as huge"
+    assert not no_finite_result(of(HUGE_INPUT))
+    assert not no_finite_result(of(1.0, exact=7e4))
+    assert not no_finite_result(SPIKE)

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from stabletrain.forensics.diagnosis.evidence import RUSHED
+from stabletrain.forensics.diagnosis.evidence import LR_TOO_HIGH
 from stabletrain.forensics.diagnosis.fixes import (
-    larger_scale,
+    faster_second_moment,
+    larger_loss_scale,
+    logit_bounds,
     lower_lr,
     more_fp32_modules,
-    other_weights,
-    past_it,
-    slower,
-    structure,
-    wider,
-    younger_moments,
+    other_inits,
+    smaller_updates,
+    tolerate_batch,
+    wider_precision,
 )
 from stabletrain.forensics.probes.underflow import Underflow
 from tests.forensics.diagnosis.given import CALM, SETTING, SPIKE, origin
@@ -38,8 +38,8 @@ def run(choices=None, values=None, **setting):
 )
 def test_a_wider_range_is_proposed_only_instead_of_fp16(precision, dtype, fix):
     """Every other format has fp32's range, and auto takes fp16 only on a card without bf16."""
-    assert wider(replace(run({"precision": precision}), origin=origin(dtype=dtype))) == fix
-    assert wider(run({"precision": precision})) == ([] if precision == "auto" else fix)
+    assert wider_precision(replace(run({"precision": precision}), origin=origin(dtype=dtype))) == fix
+    assert wider_precision(run({"precision": precision})) == ([] if precision == "auto" else fix)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_fp32_modules_is_proposed_only_for_a_module_under_autocast(precision, mo
 
 
 def test_options_that_limit_logits_are_proposed_if_the_model_supports_and_lacks_them():
-    assert structure(run()) == ["qknorm=layernorm", "softcap=gemma2", "zloss=palm"]
-    assert structure(run({"qknorm": "rmsnorm"})) == ["softcap=gemma2", "zloss=palm"]
-    assert structure(run(has_attention=False)) == ["zloss=palm"]
-    assert structure(run(dict.fromkeys(("qknorm", "softcap", "zloss"), "chosen"))) == []
+    assert logit_bounds(run()) == ["qknorm=layernorm", "softcap=gemma2", "zloss=palm"]
+    assert logit_bounds(run({"qknorm": "rmsnorm"})) == ["softcap=gemma2", "zloss=palm"]
+    assert logit_bounds(run(has_attention=False)) == ["zloss=palm"]
+    assert logit_bounds(run(dict.fromkeys(("qknorm", "softcap", "zloss"), "chosen"))) == []
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_options_that_limit_logits_are_proposed_if_the_model_supports_and_lacks_
 )
 def test_a_loss_scale_that_keeps_the_gradients_or_faster_growth_is_proposed(cure, fix):
     evidence = run({"precision": "fp16"}, {"precision.init_scale": 65536.0, "precision.growth_interval": 2000})
-    assert larger_scale(evidence, Underflow(1.0, 0.5, 0.0, 0.5, cure=cure)) == fix
+    assert larger_loss_scale(evidence, Underflow(1.0, 0.5, 0.0, 0.5, sufficient_scale=cure)) == fix
 
 
 def test_bf16_is_not_proposed_on_a_gpu_without_it():
     evidence = run({"precision": "auto"})
-    assert larger_scale(evidence, Underflow(1.0, 0.5, 0.0, 0.5)) == ["precision=fp32"]
+    assert larger_loss_scale(evidence, Underflow(1.0, 0.5, 0.0, 0.5)) == ["precision=fp32"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_bf16_is_not_proposed_on_a_gpu_without_it():
     ],
 )
 def test_a_proposed_init_has_a_common_std_and_is_not_the_current_one(init, std, attends, fix):
-    assert other_weights(run({"init": init}, {"init.std": std}, has_attention=attends)) == fix
+    assert other_inits(run({"init": init}, {"init.std": std}, has_attention=attends)) == fix
 
 
 def test_the_lower_learning_rate_is_a_third_and_a_longer_warmup_comes_first_near_warmup():
@@ -106,16 +106,16 @@ def test_the_lower_learning_rate_is_a_third_and_a_longer_warmup_comes_first_near
 
 def test_the_slower_learning_rate_moves_a_parameter_by_one_percent_per_step():
     rushed = replace(run(values={"optimizer.lr": 0.5}), drift=replace(CALM, share=5.0, adaptive=False))
-    assert slower(rushed) == ["optimizer.lr=0.001"]
-    calm = replace(rushed, drift=replace(CALM, share=RUSHED, adaptive=False))
-    assert slower(calm) == lower_lr(calm) == ["optimizer.lr=0.17"]
+    assert smaller_updates(rushed) == ["optimizer.lr=0.001"]
+    calm = replace(rushed, drift=replace(CALM, share=LR_TOO_HIGH, adaptive=False))
+    assert smaller_updates(calm) == lower_lr(calm) == ["optimizer.lr=0.17"]
 
 
 def test_a_destructive_weight_decay_is_lowered_to_a_common_value():
     values = {"optimizer.lr": 1.0, "optimizer.weight_decay": 5.0}
-    assert slower(run(values=values)) == ["optimizer.weight_decay=0.1"]
+    assert smaller_updates(run(values=values)) == ["optimizer.weight_decay=0.1"]
     of_sgd = replace(run(values=values), drift=replace(CALM, adaptive=False))
-    assert slower(of_sgd) == ["optimizer.weight_decay=0.0001"]
+    assert smaller_updates(of_sgd) == ["optimizer.weight_decay=0.0001"]
 
 
 @pytest.mark.parametrize(
@@ -128,19 +128,25 @@ def test_a_destructive_weight_decay_is_lowered_to_a_common_value():
     ],
 )
 def test_stable_adamw_or_a_smaller_beta2_is_proposed_against_stale_moments(optimizer, betas, fix):
-    assert younger_moments(run({"optimizer": optimizer}, {"optimizer.betas": betas})) == fix
+    assert faster_second_moment(run({"optimizer": optimizer}, {"optimizer.betas": betas})) == fix
 
 
 def test_rollback_and_zclip_are_proposed_against_a_bad_batch_if_not_in_use():
-    assert past_it(run({"guard": "skip", "clipping": "norm"})) == ["guard=rollback", "clipping=zclip"]
-    assert past_it(run({"guard": "rollback", "clipping": "zclip"})) == []
+    assert tolerate_batch(run({"guard": "skip", "clipping": "norm"})) == ["guard=rollback", "clipping=zclip"]
+    assert tolerate_batch(run({"guard": "rollback", "clipping": "zclip"})) == []
 
 
 def test_every_proposed_option_exists():
     every = run({"precision": "fp16", "optimizer": "adamw", "guard": "skip", "clipping": "norm", "init": "normal"})
-    lists = [wider(every), structure(every), other_weights(every), younger_moments(every), past_it(every)]
-    lists += [other_weights(replace(every, setting=replace(every.setting, has_attention=False)))]
-    lists += [larger_scale(run({"precision": "auto"}), Underflow(1.0, 0.5, 0.0, 0.5))]
+    lists = [
+        wider_precision(every),
+        logit_bounds(every),
+        other_inits(every),
+        faster_second_moment(every),
+        tolerate_batch(every),
+    ]
+    lists += [other_inits(replace(every, setting=replace(every.setting, has_attention=False)))]
+    lists += [larger_loss_scale(run({"precision": "auto"}), Underflow(1.0, 0.5, 0.0, 0.5))]
     options = {fix for fixes in lists for fix in fixes if "." not in fix}
     assert len(options) == 12
     for group, _, option in (fix.partition("=") for fix in options):

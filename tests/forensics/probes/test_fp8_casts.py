@@ -12,7 +12,7 @@ from benchmarks.reliability.zoo.install import behind
 from benchmarks.reliability.zoo.parts import Part, ScaleTooLarge, ScaleTooSmall
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
-from stabletrain.forensics.probes.fp8_casts import CLIPPED, Casts, NoCasts, fp8_casts
+from stabletrain.forensics.probes.fp8_casts import SATURATED_SHARE, Casts, NoCasts, fp8_casts
 from stabletrain.forensics.probes.underflow import can_underflow, underflow
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.forensics.trace.values import measure, unscaled
@@ -21,7 +21,7 @@ from stabletrain.stability import precision
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.devices import need_torchao
-from tests.forensics.given import made, scene_of
+from tests.forensics.given import made, repro_of
 from tests.runs import TINY_GPT, composed
 from tests.stability.precision.given import CPU
 
@@ -97,7 +97,7 @@ def test_a_saturated_cast_is_seen_whether_the_code_or_the_cast_clips(clamp):
     (one,) = watching.worst
     share = float((values * 896 > 448 * (1 + 1 / 16)).float().mean())
     assert one.saturated == pytest.approx(share, abs=0.02)
-    assert one.saturated > CLIPPED
+    assert one.saturated > SATURATED_SHARE
     assert (one.scale, one.tensor) == (896.0, "input")
     assert one.source.startswith(__file__)
     with Casts(model := Own(448.0, clamp)) as watching:
@@ -163,7 +163,7 @@ def test_gradients_that_fp8_flushes_are_told_from_those_that_are_zero_anyway(tmp
     """A channel of 2^30 that the model itself undoes: fp32 and bf16 lose nothing, the gradients of fp8 become 0."""
     job = made(tmp_path, *TINY_GPT, "precision=fp8", "precision.recipe=rowwise", "init=torch")
     assert can_underflow(job.tools.precision)
-    repro = scene_of(job, job.data.batches.get(0))
+    repro = repro_of(job, job.data.batches.get(0))
     assert not underflow(repro).real
     factors = torch.tensor([2.0**30, *[1.0] * 15])
     for block in job.state.model.blocks:
@@ -172,7 +172,7 @@ def test_gradients_that_fp8_flushes_are_told_from_those_that_are_zero_anyway(tmp
         block.mlp.down.register_forward_hook(lambda _, inputs, output: output / factors)
     found = underflow(repro)
     assert found.real
-    assert found.cure is None, "there is no loss scale to raise"
+    assert found.sufficient_scale is None, "there is no loss scale to raise"
     assert "blocks.1.mlp.up.weight" in [one.name for one in found.worst]
     reading = Reading(1, 5.0, {}, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 1e-3)
     told = diagnose(Evidence("loss_scale", reading, underflow=found, setting=RunSettings({"precision": "fp8"})))
@@ -181,10 +181,10 @@ def test_gradients_that_fp8_flushes_are_told_from_those_that_are_zero_anyway(tmp
 
 def test_a_bf16_step_has_no_casts_and_costs_no_replay(tmp_path):
     job = made(tmp_path, *TINY_GPT, "precision=bf16")
-    repro = scene_of(job, job.data.batches.get(0))
+    repro = repro_of(job, job.data.batches.get(0))
     assert fp8_casts(repro) is None
     eight = made(tmp_path / "fp8", *TINY_GPT, "precision=fp8")
-    found = fp8_casts(scene_of(eight, eight.data.batches.get(0)))
+    found = fp8_casts(repro_of(eight, eight.data.batches.get(0)))
     assert not found.lost
     assert not found.clipped
     assert not found.tried

@@ -9,7 +9,7 @@ from torch import nn
 from stabletrain.forensics.probes.samples import bad_samples, describe, find_culprits
 from stabletrain.forensics.replay import replay
 from stabletrain.records import IGNORE_INDEX, Batch
-from tests.forensics.given import GPT, MODELS, RESNET, assert_unchanged, live, made, marked, marks, ruined, scene_of
+from tests.forensics.given import GPT, MODELS, RESNET, assert_unchanged, live, made, marked, marks, repro_of, ruined
 
 
 def images(n=3):
@@ -73,7 +73,7 @@ def test_data_without_ids_or_sources_is_named_by_its_place(vocab_size):
 def test_culprit_samples_are_found_by_bisection(tmp_path, model, how, rows, with_fresh):
     job = ruined(made(tmp_path, *MODELS[model], "batch_size=16", "grad_accum_steps=2"), how)
     fresh = job.data.batches.get(700)
-    repro = scene_of(job, marked(job.data.batches.get(0), rows), fresh=(lambda: fresh) if with_fresh else None)
+    repro = repro_of(job, marked(job.data.batches.get(0), rows), fresh=(lambda: fresh) if with_fresh else None)
     before = live(job)
     found = find_culprits(repro)
     assert_unchanged(before, live(job))
@@ -100,8 +100,8 @@ def test_a_sample_that_overflows_alone_but_not_in_its_batch_is_not_accused(tmp_p
     job = made(tmp_path, *GPT, "batch_size=16", "precision=fp32")
     job.state.model.register_forward_hook(lambda _, inputs, output: Ceiling.apply(output, marks(inputs[0])))
     batch = job.data.batches.get(0)
-    assert replay(scene_of(job, batch), "same").finite
-    found = find_culprits(scene_of(job, marked(batch, [5])))
+    assert replay(repro_of(job, batch), "same").finite
+    found = find_culprits(repro_of(job, marked(batch, [5])))
     assert (found.samples, found.alone) == ([5], True)
 
 
@@ -112,26 +112,26 @@ def test_every_pass_starts_from_the_buffers_of_the_step(tmp_path):
         return output.masked_fill(module.worn > 2.5, math.nan)  # `wear` has added 1 by then
 
     job.state.model.register_forward_hook(wear_out)
-    found = find_culprits(scene_of(job, marked(job.data.batches.get(0), [5])))
+    found = find_culprits(repro_of(job, marked(job.data.batches.get(0), [5])))
     assert (found.samples, found.alone) == ([5], True)
 
 
 def test_samples_that_are_bad_only_together_are_reported_as_such(tmp_path):
     job = ruined(made(tmp_path, *GPT, "batch_size=16"), "two")
     fresh = job.data.batches.get(700)
-    found = find_culprits(scene_of(job, marked(job.data.batches.get(0), [4, 6]), fresh=lambda: fresh))
+    found = find_culprits(repro_of(job, marked(job.data.batches.get(0), [4, 6]), fresh=lambda: fresh))
     assert (found.samples, found.alone) == ([4, 5, 6, 7], False)
 
 
 def test_no_sample_is_blamed_for_a_corrupt_state_or_a_finite_step(tmp_path):
     job = made(tmp_path, *GPT, "batch_size=16")
     batch, fresh = job.data.batches.get(0), job.data.batches.get(700)
-    assert find_culprits(scene_of(job, batch, fresh=lambda: fresh)).samples == []
+    assert find_culprits(repro_of(job, batch, fresh=lambda: fresh)).samples == []
     with torch.no_grad():
         job.state.model.norm.weight[0] = math.nan
-    found = find_culprits(scene_of(job, batch, fresh=lambda: fresh))
+    found = find_culprits(repro_of(job, batch, fresh=lambda: fresh))
     assert (found.others_too, found.alone, found.passes) == (True, False, 2)
-    alone = find_culprits(scene_of(job, batch))
+    alone = find_culprits(repro_of(job, batch))
     assert alone.samples == [*range(16)]
     assert alone.passes <= 8 + 4 * 4
 
@@ -149,7 +149,7 @@ def test_culprits_are_narrowed_down_as_far_as_the_model_accepts_few_samples(tmp_
     job.state.model = Normed()
     ruined(job, "forward")
     batch, fresh = marked(job.data.batches.get(0), [5]), job.data.batches.get(700)
-    found = find_culprits(scene_of(job, batch))
+    found = find_culprits(repro_of(job, batch))
     assert (found.samples, found.alone) == ([4, 5], False)
-    found = find_culprits(scene_of(job, batch, fresh=lambda: fresh))
+    found = find_culprits(repro_of(job, batch, fresh=lambda: fresh))
     assert (found.samples, found.alone) == ([5], True), "with others beside it, it can be run"

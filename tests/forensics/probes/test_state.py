@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.forensics.probes.state import BEYOND, BORNE, damaged, drift, overlong, staleness
+from stabletrain.forensics.probes.state import MAX_MOMENT_RATIO, OUTLIER_RATIO, damaged, drift, staleness, update_length
 
 
 class Small(nn.Module):
@@ -80,7 +80,7 @@ def test_a_few_elements_far_above_the_older_maximum_are_damage_and_many_are_not(
     """An update changes all elements, so it cannot make only 1 % of them a thousand times as large."""
     before = older(model)
     with torch.no_grad():
-        model.weight[:count] = -times * BEYOND * 0.5
+        model.weight[:count] = -times * OUTLIER_RATIO * 0.5
     assert found(model, None, before) == ([("parameter", "weight", True, True)] if is_damage else [])
 
 
@@ -96,7 +96,7 @@ def test_the_text_gives_the_largest_value_now_and_before(model):
 def test_a_large_first_moment_is_accepted_if_the_second_moment_explains_it(model, times, is_damage):
     optimizer = adam(model, first=1e-6, second=1e-4)
     before = older(model, optimizer)
-    optimizer.state[model.weight]["exp_avg"][0] = times * BORNE * 0.01
+    optimizer.state[model.weight]["exp_avg"][0] = times * MAX_MOMENT_RATIO * 0.01
     assert found(model, optimizer, before) == ([("exp_avg", "weight", True, True)] if is_damage else [])
 
 
@@ -139,7 +139,7 @@ def test_staleness_is_1_if_the_second_moment_matches_and_grows_with_the_gradient
 
 def test_updates_are_one_learning_rate_long_if_both_moments_are_equally_old(model):
     first, second = 0.3 * (1 - 0.9**3), 0.3**2 * (1 - 0.99**3)
-    assert overlong(adam(model, first=first, second=second)) == pytest.approx(1.0, rel=1e-5)
-    assert overlong(adam(model, first=first, second=second / 25)) == pytest.approx(5.0, rel=1e-5)
-    assert math.isnan(overlong(adam(model, steps=0.0)))
-    assert math.isnan(overlong(torch.optim.SGD([model.weight])))
+    assert update_length(adam(model, first=first, second=second)) == pytest.approx(1.0, rel=1e-5)
+    assert update_length(adam(model, first=first, second=second / 25)) == pytest.approx(5.0, rel=1e-5)
+    assert math.isnan(update_length(adam(model, steps=0.0)))
+    assert math.isnan(update_length(torch.optim.SGD([model.weight])))

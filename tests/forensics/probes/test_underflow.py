@@ -14,7 +14,7 @@ from stabletrain.errors import TrainingHalted
 from stabletrain.forensics import handler
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
-from stabletrain.forensics.probes.underflow import Starved, Underflow, compared
+from stabletrain.forensics.probes.underflow import LostGradient, Underflow, measure
 from stabletrain.records import Reading
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
@@ -50,18 +50,18 @@ def diagnoses(folder):
 def test_only_gradients_that_are_nonzero_in_fp32_count_as_lost():
     wide = {"a": torch.tensor([1e-9, 1e-9, 0.0, 1.0]), "dead": torch.zeros(4), "kept": torch.ones(8)}
     narrow = {"a": torch.tensor([0.0, 0.0, 0.0, 1.0]), "dead": torch.zeros(4), "kept": torch.ones(8)}
-    found = compared(narrow, wide, 8.0)
-    assert found.worst == (Starved("a", 4, zeros=0.75, in_fp32=0.25, lost=2 / 3),)
-    assert (found.zeros, found.in_fp32, found.hit) == (7 / 16, 5 / 16, 4 / 16)
+    found = measure(narrow, wide, 8.0)
+    assert found.worst == (LostGradient("a", 4, zeros=0.75, in_fp32=0.25, lost=2 / 3),)
+    assert (found.zeros, found.in_fp32, found.lost_share) == (7 / 16, 5 / 16, 4 / 16)
     assert found.real
-    assert not compared(wide, wide, 8.0).real
+    assert not measure(wide, wide, 8.0).real
 
 
 def test_an_idle_bias_is_no_underflow():
     """Such as a bias of keys, whose gradient is 0 except for rounding."""
     wide = {"bias": torch.full((4,), 1e-12), "weight": torch.ones(32, 32)}
     narrow = {"bias": torch.zeros(4), "weight": torch.ones(32, 32)}
-    found = compared(narrow, wide, 1.0)
+    found = measure(narrow, wide, 1.0)
     assert [one.name for one in found.worst] == ["bias"]
     assert not found.real
 
@@ -170,7 +170,9 @@ def test_a_collapse_that_ends_the_run_is_explained_even_if_bad_data_was_skipped_
 
 
 READING = Reading(50, 3.0, {}, 1e-6, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 3e-3)
-LOST = Underflow(1.0, zeros=0.9, in_fp32=0.1, hit=0.8, worst=(Starved("a", 9, 1.0, 0.0, 1.0),), cure=65536.0)
+LOST = Underflow(
+    1.0, zeros=0.9, in_fp32=0.1, lost_share=0.8, worst=(LostGradient("a", 9, 1.0, 0.0, 1.0),), sufficient_scale=65536.0
+)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +189,12 @@ def test_the_fix_is_one_that_was_tried(precision, initial, cured_at, fix):
     """A higher init_scale does not fix a scale that overflows lowered; `auto` means fp16 without bf16."""
     values = {"precision.init_scale": initial, "precision.growth_interval": 2000}
     setting = RunSettings(choices={"precision": precision}, values=values)
-    found = diagnose(Evidence("loss_scale", READING, underflow=replace(LOST, cure=cured_at), setting=setting))
+    found = diagnose(
+        Evidence("loss_scale", READING, underflow=replace(LOST, sufficient_scale=cured_at), setting=setting)
+    )
     assert (found.cause, found.fix) == ("fp16_underflow", fix)
     assert "worst hit: a" in found.verdict
 
 
 def test_too_little_lost_is_no_cause():
-    assert diagnose(Evidence("loss_scale", READING, underflow=replace(LOST, hit=0.01))).cause == "unknown"
+    assert diagnose(Evidence("loss_scale", READING, underflow=replace(LOST, lost_share=0.01))).cause == "unknown"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stabletrain.forensics.trace.arithmetic import again, behind_node, explain_nonfinite, widened
+from stabletrain.forensics.trace.arithmetic import explain_nonfinite, forward_name, recompute, widened
 
 aten = torch.ops.aten
 INF = math.inf
@@ -73,9 +73,9 @@ def test_an_undefined_result_does_not_depend_on_the_format():
 def test_without_a_rule_the_reason_gives_inputs_and_output():
     found = explained(aten.tanh.default, torch.tensor([math.nan]))
     assert found.why == "unknown"
-    assert found.reason == "NaN came of inputs up to nan; fp64 gives no finite result either"
+    assert found.reason == "produced NaN from inputs up to nan; fp64 gives no finite result either"
     shifted = explain_nonfinite(aten.bitwise_not.default, (torch.tensor([1.5]),), {}, 0, torch.tensor([INF]), "")
-    assert shifted.reason == "Inf came of inputs up to 1.5; it has no fp64 kernel to compare with"
+    assert shifted.reason == "produced Inf from inputs up to 1.5; it has no fp64 kernel to compare with"
     assert shifted.should_have_been is None
 
 
@@ -97,7 +97,7 @@ def test_a_backward_operation_is_named_by_the_forward_one():
     ],
 )
 def test_a_node_is_named_after_its_function(node, name):
-    assert behind_node(node) == name
+    assert forward_name(node) == name
 
 
 def test_the_node_of_a_users_function_is_named_after_its_class():
@@ -111,21 +111,21 @@ def test_the_node_of_a_users_function_is_named_after_its_class():
             return gradient
 
     x = nn.Parameter(torch.ones(1))
-    assert behind_node(TakesRoots.apply(x).grad_fn.name()) == "TakesRoots"
-    assert behind_node(x.sqrt().grad_fn.name()) == "sqrt"
+    assert forward_name(TakesRoots.apply(x).grad_fn.name()) == "TakesRoots"
+    assert forward_name(x.sqrt().grad_fn.name()) == "sqrt"
 
 
 def test_computing_an_operation_again_leaves_the_random_generator_unchanged():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    assert again(aten.bernoulli.p, (torch.ones(50), 0.5), {}, 0, torch.float64) == 1.0
+    assert recompute(aten.bernoulli.p, (torch.ones(50), 0.5), {}, 0, torch.float64) == 1.0
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_the_requested_one_of_several_results_is_computed_again():
     halves = (torch.tensor([1.0, -7.0]), 1)
-    found = [again(aten.split.Tensor, halves, {}, place, torch.float64) for place in range(3)]
+    found = [recompute(aten.split.Tensor, halves, {}, place, torch.float64) for place in range(3)]
     assert found == [1.0, 7.0, None], "split gives only two results"
 
 

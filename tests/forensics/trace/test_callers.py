@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import FrozenBatchNorm2d
 
-from stabletrain.forensics.trace.callers import OUTSIDE, Callers, frames, role
+from stabletrain.forensics.trace.callers import OUTSIDE_MODEL, Callers, frame_kind, read_stack
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.forensics.trace.values import tensors
 from tests.forensics import faulty
@@ -44,7 +44,7 @@ def test_forward_operations_are_in_module_order_and_the_loss_is_outside():
         ("aten.addmm", "stem"),
         ("aten.addmm", "part"),
         ("aten.addmm", "head"),
-        ("aten.sum", OUTSIDE),
+        ("aten.sum", OUTSIDE_MODEL),
     ]
     files = {record.op: record.source.rpartition(":")[0] for record in found}
     assert (files["aten.addmm"], files["aten.sum"]) == (faulty.__file__, __file__)
@@ -98,7 +98,7 @@ def test_the_start_of_the_backward_pass_and_the_accumulated_gradients_are_marked
     model = Around(nn.Linear(3, 3))
     with Asking(model) as asking:
         model(torch.ones(4, 3)).sum().backward()
-    assert [(caller.place.module, caller.backward) for caller in asking.told if caller.seed] == [(OUTSIDE, False)]
+    assert [(caller.place.module, caller.backward) for caller in asking.told if caller.seed] == [(OUTSIDE_MODEL, False)]
     arrived = [caller.place.module for caller in asking.told if caller.leaf]
     assert {*arrived} == {"head", "part", "stem"}, "each at the module that read the parameter"
 
@@ -106,14 +106,14 @@ def test_the_start_of_the_backward_pass_and_the_accumulated_gradients_are_marked
 def test_the_stack_gives_the_module_and_line_of_user_code():
     class Looks(nn.Module):
         def forward(self, x):
-            self.seen, self.line = frames(names), here()
+            self.seen, self.line = read_stack(names), here()
             return x
 
     looks = Looks()
     names = {id(looks): "blocks.3.looks"}
     nn.Sequential(looks)(torch.ones(1))
     assert looks.seen == ("blocks.3.looks", looks.line, "", False, False, False)
-    assert frames(names)[:2] == (None, here())
+    assert read_stack(names)[:2] == (None, here())
 
 
 def test_an_operation_in_a_library_also_has_the_line_of_user_code_that_called_it():
@@ -135,11 +135,11 @@ def test_an_operation_in_a_library_also_has_the_line_of_user_code_that_called_it
 
 def test_library_code_is_distinguished_from_user_code():
     torchs = torch.__file__.removesuffix("__init__.py")
-    assert role(f"{torchs}nn/functional.py", "linear") == "library"
-    assert role(f"{torchs}nn/modules/module.py", "_call_impl") == "module"
-    assert role(f"{torchs}autograd/graph.py", "_engine_run_backward") == "engine"
-    assert role(f"{torchs}utils/checkpoint.py", "anything") == "checkpoint"
-    assert role("/site-packages/beartype/door.py", "check") == "library"
-    assert role("<string>", "f") == "library"
-    assert role("<ipython-input-3-abc>", "f") == "own"
-    assert role(__file__, "f") == "own"
+    assert frame_kind(f"{torchs}nn/functional.py", "linear") == "library"
+    assert frame_kind(f"{torchs}nn/modules/module.py", "_call_impl") == "module"
+    assert frame_kind(f"{torchs}autograd/graph.py", "_engine_run_backward") == "engine"
+    assert frame_kind(f"{torchs}utils/checkpoint.py", "anything") == "checkpoint"
+    assert frame_kind("/site-packages/beartype/door.py", "check") == "library"
+    assert frame_kind("<string>", "f") == "library"
+    assert frame_kind("<ipython-input-3-abc>", "f") == "own"
+    assert frame_kind(__file__, "f") == "own"

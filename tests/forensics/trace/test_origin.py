@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.forensics.trace.origin import find_origin
-from stabletrain.forensics.trace.recorder import Call, Trace, beginning
+from stabletrain.forensics.trace.recorder import Call, Trace, source_kind
 from stabletrain.forensics.trace.values import Values
 from tests.forensics import faulty
 from tests.forensics.faulty import Around, Part, line
@@ -363,8 +363,8 @@ def test_freed_memory_leaves_no_sources_behind():
 def test_only_the_result_of_attention_counts_not_its_logsumexp():
     finite, infinite = Values((4,), "float32", 1.0), Values((4,), "float32", math.inf)
     call = Call(None, "aten._scaled_dot_product_efficient_attention", True, (), {})
-    assert beginning(call, 0, [finite], infinite, frozenset()) == "producer"
-    assert beginning(call, 1, [finite], infinite, frozenset()) == "written"
+    assert source_kind(call, 0, [finite], infinite, frozenset()) == "producer"
+    assert source_kind(call, 1, [finite], infinite, frozenset()) == "written"
 
 
 class Deep(nn.Module):

@@ -1,4 +1,4 @@
-"""Notices that a loop loads weights or moments by itself, so that the guard does not take that for a memory fault."""
+"""Notices that a loop loads weights or moments by itself, so that the guard does not report a memory fault."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-class Loaded:
+class LoadListener:
     """Notices every `load_state_dict` of a model, of its modules and of an optimizer.
 
     Attributes:
@@ -28,4 +28,4 @@ class Loaded:
 
     def __reduce__(self) -> Any:
         """Copies and pickles of a hooked model have a new instance, which no guard reads."""
-        return (Loaded, ())
+        return (LoadListener, ())

@@ -11,13 +11,13 @@ from stabletrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """One micro-batch of a step.
 
     Attributes:
         closure: runs forward and returns the loss, a scalar. It takes nothing, or the batch.
-        batch: what the closure is called with: the elements of a tuple or list one by one, if the closure takes as
-            many, else the batch itself. A closure that takes nothing is called without; None if its batch is unknown.
+        batch: argument of the closure; a tuple or list is passed as several arguments, if the closure takes as many. A
+            closure that takes nothing is called without it. None if unknown.
     """
 
     closure: Callable[..., Any]
@@ -29,7 +29,7 @@ class Part:
         return self.batch is not None and not takes_nothing(self.closure)
 
     def __call__(self) -> Any:
-        """Runs the closure; returns what it returns."""
+        """Runs the closure; returns its result."""
         return self.run_with(self.batch)
 
     def run_with(self, batch: Any) -> Any:
@@ -43,7 +43,7 @@ class Part:
 
 def takes_nothing(closure: Callable[..., Any]) -> bool:
     """Returns whether a function takes no positional argument, so that it is called without the batch."""
-    if (known := simple_count(closure)) is not None:
+    if (known := argument_count(closure)) is not None:
         return known == 0
     try:
         parameters = inspect.signature(closure).parameters.values()
@@ -52,7 +52,7 @@ def takes_nothing(closure: Callable[..., Any]) -> bool:
     return all(each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD) for each in parameters)
 
 
-def simple_count(closure: Callable[..., Any]) -> int | None:
+def argument_count(closure: Callable[..., Any]) -> int | None:
     """Returns the number of arguments in the usual case, without the cost of a signature; None in any other."""
     code = getattr(closure, "__code__", None)
     if code is None or hasattr(closure, "__wrapped__") or inspect.ismethod(closure):
@@ -64,7 +64,7 @@ def simple_count(closure: Callable[..., Any]) -> int | None:
 
 def takes(closure: Callable[..., Any], count: int) -> bool:
     """Returns whether a function is to be called with `count` positional arguments, not with the batch as a whole."""
-    if (known := simple_count(closure)) is not None:
+    if (known := argument_count(closure)) is not None:
         return known == count
     try:
         parameters = inspect.signature(closure).parameters.values()
@@ -84,7 +84,7 @@ def in_new_containers(batch: Any) -> Any:
 
 
 def loss_of(value: Any) -> Tensor:
-    """Checks what a closure returned.
+    """Checks the value that a closure returned.
 
     Returns:
         the loss, 0-d.
