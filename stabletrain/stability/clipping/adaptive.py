@@ -84,8 +84,8 @@ class AGC(Stateless):
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_above_zero("clipping", self.clipping, "0.01 is customary, ")
-        check_above_zero("eps", self.eps, "0.001 is customary, ")
+        check_above_zero("clipping", self.clipping, "0.01 is customary; ")
+        check_above_zero("eps", self.eps, "0.001 is customary; ")
         if self.eps > 1:
             raise ConfigError(f"clipping.eps={self.eps} is above 1: no weight would be as large; 0.001 is customary")
 
@@ -130,7 +130,7 @@ class AdaGC:
     _gamma: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_above_zero("max_norm", self.max_norm, "1.0 is customary, ")
+        check_above_zero("max_norm", self.max_norm, "1.0 is customary; ")
         if not self.growth > 1:
             raise ConfigError(
                 f"clipping.growth={self.growth} is not above 1: no norm could ever rise again; 1.05 is customary"
@@ -208,8 +208,8 @@ class ZClip:
     _statistics: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_above_zero("max_norm", self.max_norm, "1.0 is customary, ")
-        check_above_zero("z_threshold", self.z_threshold, "2.5 is customary, ")
+        check_above_zero("max_norm", self.max_norm, "1.0 is customary; ")
+        check_above_zero("z_threshold", self.z_threshold, "2.5 is customary; ")
         if not 0 < self.alpha < 1:
             raise ConfigError(f"clipping.alpha={self.alpha} is outside (0, 1): 0.97 is customary")
         if self.warmup_steps < 2:

@@ -43,11 +43,11 @@ class Stateless:
 
 
 def check_above_zero(name: str, value: float, customary: str = "") -> None:
-    """Raises ConfigError unless a bound is above 0; `customary` is advice such as `1.0 is customary, `."""
+    """Raises ConfigError unless a bound is above 0; `customary` is advice such as `1.0 is customary; `."""
     if not value > 0:
         raise ConfigError(
-            f"clipping.{name}={value} is not above 0: no gradient would be left; {customary}clipping=none switches "
-            "clipping off"
+            f"clipping.{name}={value} is not above 0: no gradient would be left; {customary}use clipping=none to "
+            "switch clipping off"
         )
 
 
