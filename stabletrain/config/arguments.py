@@ -96,6 +96,11 @@ def quoted(value: Any) -> str:
     return QuotedString(str(value), Quote.single).with_quotes()
 
 
+def show(value: Any) -> str:
+    """Formats a value as it is typed on the command line."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
 def key_of(override: str) -> str:
     """Returns the key of `key=value`, `+key=value` or `~key`."""
     return override.lstrip("+~").partition("=")[0]

@@ -7,7 +7,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from stabletrain.config.arguments import job_overrides, key_of
+from stabletrain.config.composed import Composed
 from stabletrain.config.make import leaves
+from stabletrain.config.rules import REMOVED
 from stabletrain.errors import ConfigError, did_you_mean
 
 
@@ -23,7 +25,7 @@ def check_resolves(cfg: DictConfig) -> None:
     typed = [key_of(override) for override in overrides]
     for override in overrides:
         if override.startswith("~") and "." not in (key := key_of(override)):
-            raise ConfigError(removed(key))
+            raise REMOVED.refusal(Composed({}), key)
     try:
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         return
@@ -71,11 +73,6 @@ def explained(error: OmegaConfBaseException, raw: dict[str, Any]) -> str:
     if name:
         return f"there is no key {name}{did_you_mean(name, raw, cutoff=0.75)}"
     return f"it cannot be resolved ({text}): write the value itself"
-
-
-def removed(key: str) -> str:
-    """Returns the message for a key that the command line removes (`~guard`)."""
-    return f"{key} was removed: to turn a group off, use its option that does nothing, such as none or off"
 
 
 def circular() -> str:

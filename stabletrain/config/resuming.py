@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from stabletrain.config.arguments import show
 from stabletrain.config.make import leaves, plain
 from stabletrain.config.yaml_files import load_yaml
 from stabletrain.errors import ConfigError
@@ -70,7 +71,7 @@ GROUPS: dict[str, Row] = {
 }
 """What another option of a group does to a resumed run."""
 
-TO: dict[tuple[str, str], Row] = {
+CHANGED_TO: dict[tuple[str, str], Row] = {
     ("checkpoint", "off"): Row(REFUSED, "it reads none either", "raise checkpoint.every to write fewer"),
     ("precision", "fp16"): Row(NEW_STATE, "the loss scale starts at precision.init_scale"),
     ("precision", "bf16_params"): Row(RECORDED, "matrices and kernels are rounded to bf16"),
@@ -80,14 +81,14 @@ TO: dict[tuple[str, str], Row] = {
 }
 """Options that differ from their group's row, as the new option."""
 
-FROM: dict[tuple[str, str], Row] = {
+CHANGED_FROM: dict[tuple[str, str], Row] = {
     ("precision", "fp16"): Row(NEW_STATE, "the loss scale is dropped"),
     ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are dropped"),
     ("clipping", "adagc"): Row(NEW_STATE, "the tensors' average norms are dropped"),
 }
 """The same as the old option, if the new one has no row."""
 
-BETWEEN: dict[tuple[str, frozenset[str]], Row] = {
+CHANGED_BETWEEN: dict[tuple[str, frozenset[str]], Row] = {
     ("optimizer", frozenset({"adamw", "stable_adamw"})): Row(RECORDED, "both have the same state, which is kept"),
     ("qknorm", frozenset({"layernorm", "rmsnorm"})): Row(RECORDED, "both have the same gains, which are kept"),
 }
@@ -167,8 +168,8 @@ def settings(cfg: DictConfig, choices: Mapping[str, str]) -> Settings:
 
 def row_of_option(group: str, before: str, now: str) -> Row:
     """Returns the row of a group whose option changes; a group that the table does not have is recorded."""
-    both = BETWEEN.get((group, frozenset({before, now})))
-    one = TO.get((group, now)) or FROM.get((group, before))
+    both = CHANGED_BETWEEN.get((group, frozenset({before, now})))
+    one = CHANGED_TO.get((group, now)) or CHANGED_FROM.get((group, before))
     return both or one or GROUPS.get(group) or Row(RECORDED, "")
 
 
@@ -326,11 +327,6 @@ def check_unfinished(folder: Path, steps: int, changes: Mapping[str, Any]) -> No
         )
 
 
-def show(value: Any) -> str:
-    """Formats a value as it is typed on the command line."""
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
-
-
 def override_of(key: str, value: Any) -> str:
     """Returns the override that sets a key; lists without blanks."""
     return f"{key}={without_blanks(value)}"
@@ -339,26 +335,3 @@ def override_of(key: str, value: Any) -> str:
 def without_blanks(value: Any) -> str:
     """Formats a value as it is typed as one word."""
     return f"[{','.join(map(without_blanks, value))}]" if isinstance(value, list) else show(value)
-
-
-def table() -> str:
-    """Returns the table as Markdown, for `docs/resume.md`."""
-    lines = ["| change | kind | what happens |", "|---|---|---|"]
-    for group, row in GROUPS.items():
-        lines.append(f"| `{group}` | {row.kind} | {sentence(row)} |")
-        lines += [
-            f"| `{one}={to}` | {each.kind} | {sentence(each)} |" for (one, to), each in TO.items() if one == group
-        ]
-        left = [(option, each) for (one, option), each in FROM.items() if one == group]
-        lines += [f"| `{group}={option}` to another | {each.kind} | {sentence(each)} |" for option, each in left]
-        for (one, pair), each in BETWEEN.items():
-            if one == group:
-                both = " and ".join(f"`{option}`" for option in sorted(pair))
-                lines.append(f"| `{one}` between {both} | {each.kind} | {sentence(each)} |")
-    lines += [f"| `{key}` | {row.kind} | {sentence(row)} |" for key, row in KEYS.items()]
-    return "\n".join(lines)
-
-
-def sentence(row: Row) -> str:
-    """Returns the text of a row, and for a refusal the fix."""
-    return f"{row.text}; {row.fix}" if row.fix else row.text
