@@ -29,6 +29,8 @@ from stabletrain.stored.trusted import OPTION, accepting
 MOST_TOKENS = 1_000_000
 """Largest `--tokens` of `sample`."""
 
+WANDB_REPORT = "write a W&B report that compares a project's runs"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the process's exit code."""
@@ -47,22 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"stabletrain {stabletrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("train", help="train a model, or sweep with -m: what python train.py does", add_help=False)
-    for name, help, add_arguments, do in (
-        ("prepare", "tokenize text into shards for data=tokens", prepare.add_arguments, prepare.run),
-        ("sample", "generate text with a trained model", add_sample_arguments, sample),
-        ("export", "write a model for transformers, torchvision, ONNX or safetensors", add_export_arguments, export),
-        ("compare", "compare runs in a table and on an HTML page", add_compare_arguments, compare),
-        ("losses", "plot the training losses of runs", add_losses_arguments, losses),
-        ("diagnose", "list a run's incidents: where, why, and how to fix them", add_diagnose_arguments, diagnose),
-        ("forecast", "foretell from a run's monitors what breaks, when, and the fix", add_forecast_arguments, forecast),
-        ("replay", "replay an incident's step, unchanged or with a fix", add_replay_arguments, replay),
-        ("whatif", "try fixes from before a run's trouble, and rank them", add_whatif_arguments, whatif),
-        ("sync", "upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
-        (
-            *("wandb-report", "write a W&B report that compares a project's runs"),
-            *(wandb_report.add_arguments, wandb_report.run),
-        ),
-    ):
+    for name, (help, add_arguments, do) in {
+        "prepare": ("tokenize text into shards for data=tokens", prepare.add_arguments, prepare.run),
+        "sample": ("generate text with a trained model", add_sample_arguments, sample),
+        "export": ("write a model for transformers, torchvision, ONNX or safetensors", add_export_arguments, export),
+        "compare": ("compare runs in a table and on an HTML page", add_compare_arguments, compare),
+        "losses": ("plot the training losses of runs", add_losses_arguments, losses),
+        "diagnose": ("list a run's incidents: where, why, and how to fix them", add_diagnose_arguments, diagnose),
+        "forecast": ("foretell from a run's monitors what breaks, when, and the fix", add_forecast_arguments, forecast),
+        "replay": ("replay an incident's step, unchanged or with a fix", add_replay_arguments, replay),
+        "whatif": ("try fixes from before a run's trouble, and rank them", add_whatif_arguments, whatif),
+        "sync": ("upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
+        "wandb-report": (WANDB_REPORT, wandb_report.add_arguments, wandb_report.run),
+    }.items():
         command = commands.add_parser(name, help=help)
         command.register("type", Path, place)
         add_arguments(command)
@@ -332,7 +331,14 @@ def whatif(chosen: argparse.Namespace) -> None:
     names = None if chosen.arms is None else [name for name in chosen.arms.split(",") if name]
     jobs = 1 if chosen.jobs is None else chosen.jobs
     asked = Asked(
-        *(chosen.run, start, names, [*chosen.own, *chosen.more], chosen.past, chosen.steps, chosen.best, jobs),
+        path=chosen.run,
+        start=start,
+        arms=names,
+        own=[*chosen.own, *chosen.more],
+        past=chosen.past,
+        steps=chosen.steps,
+        best=chosen.best,
+        jobs=jobs,
         seeds=chosen.seeds,
         slurm=read_array(chosen),
     )

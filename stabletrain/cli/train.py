@@ -16,25 +16,24 @@ In a sweep, a failed run does not stop the others, and a run that is over is not
 is that of its first run that did not finish.
 """
 
-import io
 import json
 import math
-import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from stabletrain.cli import hydra_patches
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
@@ -51,7 +50,7 @@ from stabletrain.config.arguments import (
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.config.interpolation import check_resolves
-from stabletrain.config.resuming import check_resume
+from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import (
     ConfigError,
     Interrupted,
@@ -78,7 +77,7 @@ from stabletrain.parallel.ranks import (
     run_on_main,
 )
 from stabletrain.printable import printable, say
-from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
+from stabletrain.program import conf_folder, started
 from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import read_run_record
@@ -89,17 +88,13 @@ if TYPE_CHECKING:
     from stabletrain.trainer.run import Output
     from stabletrain.whatif.healing import Ready
 
-ALIKE = 5.0
-"""Seconds that other ranks wait before they report an error that rank 0 may have met too."""
+DUPLICATE_ERROR_WAIT_S = 5.0
+"""How long other ranks wait before they report an error that rank 0 may have met too."""
 
-LEFT = 5.0
-"""Seconds to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
-
+RANK_LOST_WAIT_S = 5.0
+"""How long to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
 
 HELP = frozenset(["--help", "-h"])
-
-CONFIG_PATH = ("--config-path", "-cp")
-"""Hydra's option for a configuration folder in place of `conf/`."""
 
 
 class RunFailed(Exception):
@@ -117,34 +112,9 @@ def train_command(words: list[str]) -> int:
         words: the words after `stabletrain train`.
     """
     conf = conf_folder()
-    sys.argv = [sys.argv[0], *map(absolute_config_path, words, ["", *words])]
+    sys.argv = [sys.argv[0], *hydra_patches.absolute_config_path(words)]
     main = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(run_job)
     return launch(main, conf)
-
-
-@contextmanager
-def help_of_command() -> Generator[None]:
-    """A context in which the help text of `conf/config.yaml` is printed with the name of the program that was used."""
-    text = io.StringIO()
-    try:
-        with redirect_stdout(text):
-            yield
-    finally:
-        target = f" {torchrun_target()} "
-        say(text.getvalue().replace(SCRIPT, program_name()).replace(" train.py ", target), end="")
-
-
-def absolute_config_path(word: str, before: str) -> str:
-    """Makes the value of `--config-path` absolute: Hydra would look for it in this package.
-
-    Args:
-        word: a word of the command line, which may be such a value.
-        before: the word before it.
-    """
-    option, equals, value = word.partition("=")
-    if equals and option in CONFIG_PATH:
-        return f"{option}={os.path.realpath(value)}"
-    return os.path.realpath(word) if before in CONFIG_PATH else word
 
 
 def launch(main: Callable[[], Any], config_dir: Path) -> int:
@@ -152,9 +122,8 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
 
     `config_dir` is the project's `conf/`.
     """
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra must raise its errors: they are explained below
-    # the config store is a singleton, but --help would deep-copy it 160 times
-    setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010
+    hydra_patches.raise_errors()  # they are explained below
+    hydra_patches.share_config_store()
     with trusted.accepting(trusted.OPTION in sys.argv[1:]):
         return launch_typed(main, config_dir)
 
@@ -171,7 +140,7 @@ def launch_typed(main: Callable[[], Any], config_dir: Path) -> int:
         if sweep is not None and ranks.is_main:
             say(lines.opening(sweep), flush=True)
         listening = nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder)
-        with listening, help_of_command() if HELP & set(arguments.options) else nullcontext():
+        with listening, hydra_patches.help_of_command() if HELP & set(arguments.options) else nullcontext():
             main()
     except StabletrainError as error:
         return refuse(str(error), ranks)
@@ -233,31 +202,60 @@ def run_job(cfg: DictConfig) -> float | None:
     """
     job, ranks = HydraConfig.get(), current_ranks()
     if job.mode == RunMode.MULTIRUN:
+        # A run of a sweep returns also if it fails: Hydra would not start the others after an exception.
         return run_of_sweep(cfg, ranks)
-    folder, overrides = Path(job.runtime.output_dir), job_overrides()
+    folder = Path(job.runtime.output_dir)
     try:
-        check_resolves(cfg)
-        done = None
-        if cfg.resume == "auto":
-            done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
-        if done and not done.get("reason"):  # a reason says what is missing, such as a final state that was not saved
-            if ranks.is_main:
-                written = write_if_missing(folder, cfg.report)
-                added = "its missing report.html is written" if written else "nothing to do"
-                say(f"{folder} is finished already, {lines.result(done)}: {added}; raise steps to continue")
-            return done["final"].get("val/loss")
-        run_on_main(ranks, lambda: check_resume(cfg, job.runtime.choices, folder))
-        check(cfg)
-        return build_and_train(cfg, folder)
+        return run_one(cfg, folder, tell=partial(say, flush=True))
     except Exception as raised:
+        # The loss of a rank raises an error in every other one, from whichever collective they wait in. The rank that
+        # ended first is what the user has to know.
         error = as_rank_lost(raised, ranks) or raised
         report_error(error, ranks, folder)
+        # A run that could not even be built has no record yet; sweeps and Slurm read the exit code there.
         if ranks.is_main:
             record_failure(folder, error)
-        if isinstance(error, Interrupted | TrainingHalted):  # all ranks raise these: none may be ended early
+        # torchrun ends the other ranks once one has ended. These errors are raised by all ranks, perhaps in the middle
+        # of writing the last checkpoint, so none may end early.
+        if isinstance(error, Interrupted | TrainingHalted):
             exit_together(ranks)
         publish_end(ranks)
         sys.exit(getattr(error, "exit_code", 1))
+
+
+def run_one(
+    cfg: DictConfig, folder: Path, *, tell: Callable[[str], None], signals: NoStopRequest | None = None
+) -> float | None:
+    """Trains one run, unless `resume=auto` has found it finished; returns the last validation loss, in nats.
+
+    Args:
+        cfg: composed, and not checked yet.
+        folder: the run folder.
+        tell: prints a line, if there is nothing to train.
+        signals: what asks the run to stop; None for the signals of the process.
+
+    Raises:
+        StabletrainError: the configuration cannot work, or the run did not finish.
+        Exception: an error of the program or of the user's code.
+    """
+    ranks, resumed = current_ranks(), None
+    # The two keys read below must be there, and must not refer to something that is not.
+    check_resolves(cfg)
+    # A finished run is left alone before its configuration is checked: its data may have been deleted since. Only the
+    # main process reads the record, because the ranks must not disagree if it changes meanwhile.
+    if cfg.resume == "auto":
+        resumed = run_on_main(ranks, lambda: finished_run(folder, job_overrides(), cfg.steps, ("finished",)))
+    if resumed and not resumed.get("reason"):  # a reason says what is missing, such as a final state that was not saved
+        if ranks.is_main:
+            written = write_if_missing(folder, cfg.report)
+            added = "its missing report.html is written" if written else "nothing to do"
+            tell(f"{folder} is finished already, {lines.result(resumed)}: {added}; raise steps to continue")
+        return resumed["final"].get("val/loss")
+    # The resume comes first: `another model` explains more than the mistake that a check would find in its keys.
+    choices = HydraConfig.get().runtime.choices
+    run_on_main(ranks, lambda: check_resume(cfg.resume, settings(cfg, choices), folder))
+    check(cfg)
+    return build_and_train(cfg, folder, signals=signals)
 
 
 def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
@@ -316,24 +314,6 @@ def build_and_train(
         folder: the run folder.
         shown: shows the progress; None for the terminal.
         signals: what asks the run to stop; None for the signals of the process.
-    """
-
-    def once(cfg: DictConfig, ready: "Ready") -> float | None:
-        return build_and_train_once(cfg, folder, shown, signals, ready)
-
-    if cfg.guard.get("escalate") != "whatif":
-        return once(cfg, lambda run: None)
-    from stabletrain.whatif.healing import Healer  # imports torch, which the checks do without
-
-    return Healer(
-        folder, once, (shown or Progress(cfg.log_every)).note, live=shown is None, listening=signals is None
-    ).run(cfg)
-
-
-def build_and_train_once(
-    cfg: DictConfig, folder: Path, shown: Any, signals: NoStopRequest | None, ready: "Ready"
-) -> float | None:
-    """Builds a run, calls `ready` with it, and trains it; returns the last validation loss, in nats.
 
     Raises:
         NotSaved: it has finished, and its last state could not be written.
@@ -341,17 +321,26 @@ def build_and_train_once(
     from stabletrain.trainer.build import build  # imports torch, which the checks do without
     from stabletrain.trainer.loop import train
 
-    run = build(cfg, folder, shown)
-    ready(run)
-    try:
-        loss = train(run, signals).val.get("val/loss")
-    except TrainingHalted as halt:
-        halt.advice = run.output.halted()
-        raise
-    say_closing_lines(run.output)
-    if missing := run.rollback.checkpoints.unsaved():
-        raise NotSaved(f"{missing}; fix: make room, and type the command again with resume=auto", loss)
-    return loss
+    def once(cfg: DictConfig, ready: "Ready") -> float | None:
+        """Trains the run with these settings, after `ready` has taken it; a healing calls this again with others."""
+        run = build(cfg, folder, shown)
+        ready(run)
+        try:
+            loss = train(run, signals).val.get("val/loss")
+        except TrainingHalted as halt:
+            halt.advice = run.output.halted()
+            raise
+        say_closing_lines(run.output)
+        if missing := run.rollback.checkpoints.unsaved():
+            raise NotSaved(f"{missing}; fix: make room, and type the command again with resume=auto", loss)
+        return loss
+
+    if cfg.guard.get("escalate") != "whatif":
+        return once(cfg, lambda run: None)
+    from stabletrain.whatif.healing import Healer
+
+    note = (shown or Progress(cfg.log_every)).note
+    return Healer(folder, once, note, live=shown is None, listening=signals is None).run(cfg)
 
 
 def say_closing_lines(output: "Output") -> None:
@@ -370,13 +359,13 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
     # Either all ranks refuse, or this one alone. If rank 0 refuses too, torchrun ends this process during the wait, so
     # the message is printed only once.
     if isinstance(error, StabletrainError) and not isinstance(error, RankLost) and not ranks.is_main:
-        time.sleep(ALIKE)
+        time.sleep(DUPLICATE_ERROR_WAIT_S)
     where = "" if not ranks.distributed else f"[rank {ranks.rank}] "
     if isinstance(error, RankLost):
         say(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
         if says_how_to_continue(ranks):
             say(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
-        time.sleep(LEFT)  # meanwhile torchrun ends this process, and names the rank that ended first
+        time.sleep(RANK_LOST_WAIT_S)  # meanwhile torchrun ends this process, and names the rank that ended first
         return
     if isinstance(error, StabletrainError):
         say(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
@@ -432,5 +421,5 @@ def refuse(message: str, ranks: Ranks) -> int:
     if ranks.is_main:
         say(f"stabletrain: {message}", file=sys.stderr)
     else:
-        time.sleep(ALIKE)
+        time.sleep(DUPLICATE_ERROR_WAIT_S)
     return ConfigError.exit_code

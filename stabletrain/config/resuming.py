@@ -263,13 +263,17 @@ def resumed_folder(resume: str, folder: Path) -> Path | None:
     return folder if resume == "auto" else Path(resume).absolute().parent.parent
 
 
-def kept_precision(cfg: DictConfig, choices: Mapping[str, str], folder: Path) -> str:
+def kept_precision(resume: str, target: str, choices: Mapping[str, str], folder: Path) -> str:
     """Returns the mode that `precision=auto` has chosen for the run that is resumed; empty if there is none.
 
-    For the arguments see `check_resume`.
+    Args:
+        resume: the key's value.
+        target: what the precision's `_target_` names.
+        choices: the option of each config group.
+        folder: the run's own folder.
     """
-    other = resumed_folder(cfg.resume, folder)
-    if other is None or choices.get("precision") != "auto" or cfg.precision.get("_target_") != AUTO:
+    other = resumed_folder(resume, folder)
+    if other is None or choices.get("precision") != "auto" or target != AUTO:
         return ""
     try:
         record = read_run_record(other)
@@ -279,33 +283,33 @@ def kept_precision(cfg: DictConfig, choices: Mapping[str, str], folder: Path) ->
     return found if found in AUTO_MODES and record.get("choices", {}).get("precision") == "auto" else ""
 
 
-def check_resume(cfg: DictConfig, choices: Mapping[str, str], folder: Path, *, unfinished: bool = True) -> None:
+def check_resume(resume: str, now: Settings, folder: Path, *, unfinished: bool = True) -> None:
     """Checks a resume against the table. Call it before anything is built; it does nothing without a resume.
 
     Args:
-        cfg: composed.
-        choices: the option of each config group.
+        resume: the key's value.
+        now: the run's new settings.
         folder: the run folder.
         unfinished: whether to refuse changes of a run that has finished all its steps.
 
     Raises:
         ConfigError: the resume changes what it cannot, or it resumes a finished run without more steps.
     """
-    other = resumed_folder(cfg.resume, folder)
+    other = resumed_folder(resume, folder)
     before = None if other is None else recorded_settings(other, float("inf"))
     if other is None or before is None:
         return
-    changes = changed_keys(before, settings(cfg, choices))
+    changes = changed_keys(before, now)
     # If the option of a group is refused, its keys say nothing more.
     for key in sorted(changes, key=lambda each: each not in GROUPS):
-        then, now = changes[key]
-        if (row := row_of(key, then, now)).kind == REFUSED:
+        then, wanted = changes[key]
+        if (row := row_of(key, then, wanted)).kind == REFUSED:
             raise ConfigError(
-                f"{key}={show(now)}: the run in {other} has {key}={show(then)}, which a resume cannot change: "
+                f"{key}={show(wanted)}: the run in {other} has {key}={show(then)}, which a resume cannot change: "
                 f"{row.text}; resume without it, or: {row.fix.replace('<run>', str(other))}"
             )
-    if cfg.resume == "auto" and changes and unfinished:
-        check_unfinished(other, cfg.steps, changes)
+    if resume == "auto" and changes and unfinished:
+        check_unfinished(other, now.values["steps"], changes)
 
 
 def check_unfinished(folder: Path, steps: int, changes: Mapping[str, Any]) -> None:

@@ -30,10 +30,11 @@ PLAIN = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
 """Interpolations that give the value of another key, or of an environment variable."""
 
 
-def remember_config(cfg: Any) -> None:
+def remember_config(tree: Any) -> None:
     """Trusts a configuration of this user's, if it names anything that is not known anyway."""
-    if foreign_target(OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg):
-        remember(OmegaConf.to_container(cfg, resolve=False) if isinstance(cfg, DictConfig) else cfg)
+    resolved, raw = resolved_and_raw(tree)
+    if foreign_target(resolved):
+        remember(raw)
 
 
 def remember_arguments(options: Sequence[str], overrides: Sequence[str]) -> None:
@@ -42,17 +43,22 @@ def remember_arguments(options: Sequence[str], overrides: Sequence[str]) -> None
         remember([[*options], [*overrides]])
 
 
-def check_config(cfg: Any, file: Path) -> None:
+def check_config(tree: Any, file: Path) -> None:
     """Checks a recorded configuration; see `check_trusted`.
 
     Args:
-        cfg: an OmegaConf container, or plain values.
+        tree: an OmegaConf container, or plain values.
         file: that holds it.
     """
-    plain, raw = cfg, cfg
-    if isinstance(cfg, DictConfig):
-        plain, raw = OmegaConf.to_container(cfg, resolve=True), OmegaConf.to_container(cfg, resolve=False)
-    check_trusted(raw, foreign_target(plain), file)
+    resolved, raw = resolved_and_raw(tree)
+    check_trusted(raw, foreign_target(resolved), file)
+
+
+def resolved_and_raw(tree: Any) -> tuple[Any, Any]:
+    """Returns the plain values of a configuration, with its interpolations resolved and as they are written."""
+    if not isinstance(tree, DictConfig):
+        return tree, tree
+    return OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree, resolve=False)
 
 
 def check_arguments(options: Sequence[str], overrides: Sequence[str], file: Path) -> None:

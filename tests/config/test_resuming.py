@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from stabletrain.config import resuming
-from stabletrain.config.resuming import FREE, NEW_STATE, RECORDED, REFUSED, check_resume, row_of, row_of_key
+from stabletrain.config.resuming import FREE, NEW_STATE, RECORDED, REFUSED, check_resume, row_of, row_of_key, settings
 from stabletrain.errors import ConfigError
 from tests.runs import CONF, TINY_GPT, composed
 
@@ -80,7 +80,7 @@ def begun(tmp_path_factory):
 
 def checked(folder, *overrides, **how):
     with composed(*TINY_GPT, "steps=10", "resume=auto", *overrides) as cfg:
-        check_resume(cfg, HydraConfig.get().runtime.choices, folder, **how)
+        check_resume(cfg.resume, settings(cfg, HydraConfig.get().runtime.choices), folder, **how)
 
 
 def test_a_refusal_names_key_both_values_reason_and_fix(begun):
@@ -110,13 +110,13 @@ def test_an_option_is_named_before_its_keys(begun):
 def test_a_checkpoint_stands_for_the_run_that_wrote_it(begun, tmp_path):
     typed = [*TINY_GPT, f"resume={begun}/checkpoints/step-00000004", "model.n_embd=32"]
     with composed(*typed) as cfg, pytest.raises(ConfigError, match="has model.n_embd=16"):
-        check_resume(cfg, HydraConfig.get().runtime.choices, tmp_path)
+        check_resume(cfg.resume, settings(cfg, HydraConfig.get().runtime.choices), tmp_path)
 
 
 def test_without_a_resume_or_a_record_nothing_is_checked(begun, tmp_path):
     checked(tmp_path, "model.n_embd=32")
     with composed(*TINY_GPT, "model.n_embd=32") as cfg:
-        check_resume(cfg, HydraConfig.get().runtime.choices, begun)
+        check_resume(cfg.resume, settings(cfg, HydraConfig.get().runtime.choices), begun)
 
 
 def test_a_finished_run_with_another_key_needs_more_steps(begun, tmp_path):

@@ -1,12 +1,12 @@
 """`slurm/launch.sh`: reads the request, creates the run folders, and submits one job per GPU type."""
 
-import os
 import shlex
 import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from stabletrain.cli import hydra_patches
 from stabletrain.cli.slurm.request import Card, Request, check_checkout, read_cluster, read_request
 from stabletrain.cli.slurm.runs import Runs, environment_notes, expand
 from stabletrain.cli.slurm.script import Job, script
@@ -28,7 +28,7 @@ from stabletrain.tracking.metrics import replace
 
 def main() -> int:
     """Submits the jobs, or with `--dry-run` prints their scripts; returns the exit code, 2 for an invalid request."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    hydra_patches.raise_errors()
     try:
         check_checkout("submit with its slurm/launch.sh")
         request = read_request(sys.argv[1:])

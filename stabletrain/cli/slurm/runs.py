@@ -19,7 +19,7 @@ from stabletrain.config.checks import check, check_ranks
 from stabletrain.config.error_texts import explain
 from stabletrain.config.jobs import hydra
 from stabletrain.config.make import plain
-from stabletrain.config.resuming import check_resume
+from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import ConfigError
 from stabletrain.machine.torch_builds import DEFAULT, LEGACY
 from stabletrain.parallel.ranks import Ranks
@@ -130,7 +130,7 @@ def checked(
         del mine["hydra"]
     mine.resume = "auto" if resumed else mine.resume
     for folder in resumed:
-        check_resume(mine, choices, folder, unfinished=False)
+        check_resume(mine.resume, settings(mine, choices), folder, unfinished=False)
     check(mine)
     precision, values = choices.get("precision"), plain(mine)
     for card, processes in cards.items():

@@ -30,7 +30,7 @@ from stabletrain.config.arguments import (
     with_overrides,
 )
 from stabletrain.config.jobs import hydra
-from stabletrain.config.resuming import check_resume
+from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import ConfigError
 from stabletrain.program import started
 from stabletrain.stored.json_files import DamagedFile
@@ -302,7 +302,7 @@ def check_changes(name: str, folder: Path, found: Grid) -> None:
             choices = dict(cfg.hydra.runtime.choices)
             with open_dict(cfg):
                 del cfg["hydra"]
-            check_resume(cfg, choices, place, unfinished=False)
+            check_resume(cfg.resume, settings(cfg, choices), place, unfinished=False)
 
 
 def check_jobs(found: Grid) -> None:
