@@ -11,18 +11,18 @@ from stabletrain.config.resuming import CHANGED_BETWEEN, CHANGED_FROM, CHANGED_T
 from stabletrain.config.rules import ANY_KEY, ANY_TYPED, RULES
 
 WORDS = {
-    "usual": "the default",
-    "right": "the value in this type, or the default",
-    "near": "the key that was meant, or leave it out",
+    "default": "the default",
+    "corrected": "the value in this type, or the default",
+    "nearest": "the key that was meant, or leave it out",
     "kind": "of the default's type",
     "instead": "`<key>=none`, with a preset `stability=none` and the rest of what it sets",
-    "first": "<option>",
+    "option": "<option>",
     "sizes": "<nearest>",
     "sizes_in_one": "<nearest>",
-    "gives": "<tokens or images>",
+    "modality": "<tokens or images>",
     "model.modality": "<the other>",
     "fitting": "an option for that kind of data",
-    "such": "`model=gpt_nano` or `model=resnet20`",
+    "example_model": "`model=gpt_nano` or `model=resnet20`",
     "reference": "<key>: ${<key>}",
 }
 """What the pages write for the names in messages and fixes, where `<name>` would say too little."""
@@ -33,7 +33,7 @@ def refused() -> Iterator[str]:
     yield from ("| key | what is wrong | fix |", "|---|---|---|")
     for rule in RULES:
         keys = rule.keys if rule.keys in (ANY_KEY, ANY_TYPED) else ", ".join(f"`{key}`" for key in rule.keys.split())
-        message = re.sub(r"^{(it|chosen|typed|key)}:? ", "", rule.message)
+        message = re.sub(r"^{(override|chosen|typed|key)}:? ", "", rule.message)
         yield f"| {keys} | {as_code(filled(message))} | {as_code(filled(rule.fix))} |"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from stabletrain.cli.sweep.plan import ANSWERS
+from stabletrain.cli.sweep.plan import INFORMATION_OPTIONS
 from stabletrain.cli.train import record_failure, run_one
 from stabletrain.config.arguments import SWEEP, check_folders, parse_arguments, resolve_resume
 from stabletrain.config.error_texts import unknown_option
@@ -74,7 +74,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
     if (message := unknown_option(typed, conf)) is not None:
         raise ConfigError(message)
     arguments = parse_arguments(typed)
-    if unfit := (SWEEP | ANSWERS) & {option.partition("=")[0] for option in arguments.options}:
+    if unfit := (SWEEP | INFORMATION_OPTIONS) & {option.partition("=")[0] for option in arguments.options}:
         raise ConfigError(
             f"{min(unfit)}: stabletrain.train trains one run: call it in a loop, or use stabletrain train"
         )

@@ -228,7 +228,7 @@ def sweep() -> None:
     print(lines.opening(found), lines.closing(found), lines.code(found), sep="\n")
     for number, run in enumerate(found.runs or []):
         folder = Path(SWEEP, str(number))
-        plan.refuse_another(folder, run, found)
+        plan.check_same_run(folder, run, found)
         record = plan.finished_run(folder, run, 2)
         if record is not None:
             print(lines.ending(found, number, run, record, None), lines.loss_of(record))

@@ -26,7 +26,7 @@ from stabletrain.parallel.ranks import drop_unread_output, exit_process
 from stabletrain.printable import printable, say
 from stabletrain.stored.trusted import OPTION, accepting
 
-MOST_TOKENS = 1_000_000
+MAX_TOKENS = 1_000_000
 """Largest `--tokens` of `sample`."""
 
 WANDB_REPORT = "write a W&B report that compares a project's runs"
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "wandb-report": (WANDB_REPORT, wandb_report.add_arguments, wandb_report.run),
     }.items():
         command = commands.add_parser(name, help=help)
-        command.register("type", Path, place)
+        command.register("type", Path, typed_path)
         add_arguments(command)
         if do in (sample, export, replay, whatif):  # they build what a run's record names
             command.add_argument(OPTION, action="store_true", help="run the code that a folder from elsewhere names")
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def place(word: str) -> Path:
+def typed_path(word: str) -> Path:
     """Returns a path that was typed.
 
     An empty one, as from an unset variable, would be the working folder; one that is no UTF-8 cannot be opened by the
@@ -135,8 +135,8 @@ def sample(chosen: argparse.Namespace) -> None:
 
     if not -(2**63) <= chosen.seed < 2**64:
         raise ConfigError(f"--seed {chosen.seed} is not a number of 64 bits: use one from 0 to {2**63 - 1}")
-    if chosen.tokens > MOST_TOKENS:
-        raise ConfigError(f"--tokens {chosen.tokens} is above {MOST_TOKENS:,}: they are printed at the end; use fewer")
+    if chosen.tokens > MAX_TOKENS:
+        raise ConfigError(f"--tokens {chosen.tokens} is above {MAX_TOKENS:,}: they are printed at the end; use fewer")
     checkpoint = find(chosen.run, best=chosen.best)
     cfg = config_of(checkpoint)
     data = make(cfg, "data")

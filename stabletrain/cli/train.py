@@ -36,7 +36,7 @@ from omegaconf import DictConfig
 from stabletrain.cli import hydra_patches
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
-from stabletrain.cli.sweep.plan import Sweep, finished_run, start
+from stabletrain.cli.sweep.plan import Sweep, finished_run, start_sweep
 from stabletrain.comparison.pages.at_end import write_if_missing
 from stabletrain.config.arguments import (
     Arguments,
@@ -94,7 +94,7 @@ DUPLICATE_ERROR_WAIT_S = 5.0
 RANK_LOST_WAIT_S = 5.0
 """How long to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
 
-HELP = frozenset(["--help", "-h"])
+HELP_OPTIONS = frozenset(["--help", "-h"])
 
 
 class RunFailed(Exception):
@@ -125,10 +125,10 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     hydra_patches.raise_errors()  # they are explained below
     hydra_patches.share_config_store()
     with trusted.accepting(trusted.OPTION in sys.argv[1:]):
-        return launch_typed(main, config_dir)
+        return run_command_line(main, config_dir)
 
 
-def launch_typed(main: Callable[[], Any], config_dir: Path) -> int:
+def run_command_line(main: Callable[[], Any], config_dir: Path) -> int:
     """The same, with Hydra set up."""
     typed, ranks = parse_arguments([word for word in sys.argv[1:] if word != trusted.OPTION]), current_ranks()
     sweep: Sweep | None = None
@@ -140,7 +140,7 @@ def launch_typed(main: Callable[[], Any], config_dir: Path) -> int:
         if sweep is not None and ranks.is_main:
             say(lines.opening(sweep), flush=True)
         listening = nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder)
-        with listening, hydra_patches.help_of_command() if HELP & set(arguments.options) else nullcontext():
+        with listening, hydra_patches.help_of_command() if HELP_OPTIONS & set(arguments.options) else nullcontext():
             main()
     except StabletrainError as error:
         return refuse(str(error), ranks)
@@ -173,17 +173,17 @@ def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple
     """Resolves `resume` to a folder, the same on all ranks; returns the sweep, if any, and the arguments."""
     check_folders(typed)
     if not ranks.launched:
-        return start(resolve_resume(typed), config_dir)
+        return start_sweep(resolve_resume(typed), config_dir)
     join_process_group(ranks)
     publish_location(ranks)
     if ranks.restarts:  # torchrun restarted all ranks because one failed: continue the run
-        typed = restarted(typed)
-    sweep, found = run_on_main(ranks, lambda: start(resolve_resume(typed), config_dir))
+        typed = arguments_after_restart(typed)
+    sweep, found = run_on_main(ranks, lambda: start_sweep(resolve_resume(typed), config_dir))
     # only the main process writes `.hydra/`
     return sweep, found if ranks.is_main else with_overrides(found, "hydra.output_subdir=null")
 
 
-def restarted(typed: Arguments) -> Arguments:
+def arguments_after_restart(typed: Arguments) -> Arguments:
     """Returns the arguments with which torchrun's second start continues the run of the first."""
     resume = typed.value("resume")
     if resume in (None, "none", "auto"):
@@ -264,7 +264,7 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
     This is the validation loss, or infinity if the guard halted the run or its loss is NaN.
     """
     member, done, loss = Member(), None, None
-    if member.unwanted:
+    if member.is_cancelled:
         return math.inf
     try:
         check(cfg)
@@ -292,7 +292,7 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
         if ranks.is_main:
             record_failure(member.folder, error)
             member.say({"status": "failed", "reason": str(error)})
-        if member.searching:
+        if member.in_search:
             raise RunFailed(getattr(error, "exit_code", 1)) from None
         return math.inf
     if ranks.is_main:

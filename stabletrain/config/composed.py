@@ -55,7 +55,7 @@ class Composed:
         """Yields the typed overrides of a key, or of a group and its keys."""
         return (each for each in self.typed if key in (key_of(each), key_of(each).partition(".")[0]))
 
-    def word(self, key: str) -> str:
+    def typed_value(self, key: str) -> str:
         """Returns the value that was typed for a key, as it was typed; empty if none was."""
         return next((each.partition("=")[2] for each in self.typed if key_of(each) == key), "")
 

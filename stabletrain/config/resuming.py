@@ -26,7 +26,7 @@ from stabletrain.stored.run_json import read_run_record
 
 FREE, RECORDED, NEW_STATE, REFUSED = "free", "recorded", "new state", "refused"
 
-ANEW = "init_from=<run> takes its weights into a new run"
+FORK = "init_from=<run> takes its weights into a new run"
 
 
 class Row(NamedTuple):
@@ -44,9 +44,9 @@ class Row(NamedTuple):
 
 
 GROUPS: dict[str, Row] = {
-    "model": Row(REFUSED, "the checkpoint's weights have the sizes of its own model", ANEW),
-    "data": Row(REFUSED, "a step's batch is looked up by its number, so the state would belong to other batches", ANEW),
-    "objective": Row(REFUSED, "the weights, the guard's window and the best loss are those of the other loss", ANEW),
+    "model": Row(REFUSED, "the checkpoint's weights have the sizes of its own model", FORK),
+    "data": Row(REFUSED, "a step's batch is looked up by its number, so the state would belong to other batches", FORK),
+    "objective": Row(REFUSED, "the weights, the guard's window and the best loss are those of the other loss", FORK),
     "init": Row(REFUSED, "initial weights are drawn once, before the first step", "start a new run without resume"),
     "optimizer": Row(NEW_STATE, "moments and step counters start at 0"),
     "precision": Row(RECORDED, "the weights are cast; nothing else is stored in a precision"),
@@ -126,18 +126,18 @@ KEYS: dict[str, Row] = {
 AUTO, AUTO_MODES = "stabletrain.stability.precision.auto", ("bf16", "fp16", "fp32")
 """The target of `precision=auto`, and what it chooses from."""
 
-WITHOUT_TRACE = ("resume", "device", "report")
+UNRECORDED_KEYS = ("resume", "device", "report")
 """Keys that a resume does not even record as changed."""
 
-SIMPLY_WATCHES = ("forensics", "monitors", "forecast", "checkpoint", "parallel", "wandb", "stability")
+WATCHING_GROUPS = ("forensics", "monitors", "forecast", "checkpoint", "parallel", "wandb", "stability")
 """Groups that leave every step's result as it is, so that steps from before a change can be replayed after it."""
 
-FAULTS_OUTSIDE = ("none", "kill", "disk_full", "wandb")
+FAULTS_OUTSIDE_STEPS = ("none", "kill", "disk_full", "wandb")
 """Faults of the process, the disk and the network: they change no step either."""
 
-AFTER_A_HALT = ("guard.escalate", "guard.whatif_steps")
+HALT_KEYS = ("guard.escalate", "guard.whatif_steps")
 
-WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *AFTER_A_HALT, *WITHOUT_TRACE)
+WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *HALT_KEYS, *UNRECORDED_KEYS)
 """Keys that leave every step's result as it is."""
 
 RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.")
@@ -163,7 +163,7 @@ class Settings(NamedTuple):
 def settings(cfg: DictConfig, choices: Mapping[str, str]) -> Settings:
     """Returns the settings of a configuration."""
     own = {group: option for group, option in choices.items() if "hydra" not in group}
-    return Settings(own, {key: value for key, value in plain(cfg).items() if key not in WITHOUT_TRACE})
+    return Settings(own, {key: value for key, value in plain(cfg).items() if key not in UNRECORDED_KEYS})
 
 
 def row_of_option(group: str, before: str, now: str) -> Row:
@@ -199,7 +199,7 @@ def changed_keys(before: Settings, now: Settings) -> dict[str, list[Any]]:
         key: [old.get(key), value]
         for key, value in sorted(new.items())
         if (old[key] != value if key in old else key.partition(".")[0] in options)
-        and key not in WITHOUT_TRACE
+        and key not in UNRECORDED_KEYS
         and not key.endswith("_target_")
         and not key.startswith(RENAMED_PARTS)
     }
@@ -211,8 +211,8 @@ def acting(keys: Mapping[str, Any]) -> list[str]:
     Args:
         keys: the old and the new value of each changed key.
     """
-    outside = "faults" in keys and set(keys["faults"]) <= {*FAULTS_OUTSIDE}
-    ignored = (*SIMPLY_WATCHES, "faults") if outside else SIMPLY_WATCHES
+    outside = "faults" in keys and set(keys["faults"]) <= {*FAULTS_OUTSIDE_STEPS}
+    ignored = (*WATCHING_GROUPS, "faults") if outside else WATCHING_GROUPS
     return [key for key in keys if key not in WATCHING_KEYS and key.partition(".")[0] not in ignored]
 
 
@@ -230,10 +230,10 @@ def recorded_settings(folder: Path, step: float) -> Settings | None:
                 if key in choices:
                     choices[key] = value
                 else:
-                    insert(values, key.split("."), value)
+                    set_value(values, key.split("."), value)
     except Exception:  # a record may be damaged in any way; a checkpoint that does not fit is still refused later
         return None
-    return Settings(choices, {str(key): value for key, value in values.items() if key not in WITHOUT_TRACE})
+    return Settings(choices, {str(key): value for key, value in values.items() if key not in UNRECORDED_KEYS})
 
 
 def steps_of_changes(folder: Path) -> list[int]:
@@ -244,7 +244,7 @@ def steps_of_changes(folder: Path) -> list[int]:
         return []
 
 
-def insert(tree: dict[Any, Any], path: list[str], value: Any) -> None:
+def set_value(tree: dict[Any, Any], path: list[str], value: Any) -> None:
     """Sets the value at a path of a nested dict."""
     for name in path[:-1]:
         tree = tree.setdefault(name, {})

@@ -154,60 +154,62 @@ REMOVED = Rule(
 # A table: a row's keys and condition stand on one line, its message and its fix below.
 TYPES = [
     Rule(ANY_KEY, lambda run, key: key not in run.defaults and not key.startswith(run.retargeted),
-         "{it}: there is no such key", "{near}"),
+         "{override}: there is no such key", "{nearest}"),
     REMOVED,
     Rule("compile", takes(lambda value: value == "auto" or isinstance(value, bool)),
-         "{it} is not auto, true or false", "{usual}"),
+         "{override} is not auto, true or false", "{default}"),
     Rule("loss_chunk", takes(lambda value: value in ("auto", "none") or (type(value) is int and value >= 1)),
-         "{it} is not auto, none, or a number of tokens of at least 1", "{usual}"),
+         "{override} is not auto, none, or a number of tokens of at least 1", "{default}"),
     Rule("eval_batches warmup.steps model.vocab_size model.block_size model.num_classes model.in_channels "
          "faults.rank data.workers guard.checksum_every", null_or(1),
-         "{it} is not a whole number", "{right}"),
+         "{override} is not a whole number", "{corrected}"),
     Rule("data.path faults.module faults.parameter wandb.entity wandb.group wandb.name", null_or(""),
-         "{it} is not a string", "{right}"),
-    Rule(ANY_KEY, is_mistyped, "{it} is not {kind}", "{right}"),
+         "{override} is not a string", "{corrected}"),
+    Rule(ANY_KEY, is_mistyped, "{override} is not {kind}", "{corrected}"),
     Rule("wandb.tags precision.fp32_modules precision.bf16_modules", takes(lambda value: fits(value, [""])),
-         "{it} is not a list of strings", "{right}"),
+         "{override} is not a list of strings", "{corrected}"),
 ]
 """Unknown keys (`+typo=1`), removed keys (`~guard`), and values of another type than the default's."""
 
 RANKS = [
     Rule("device", lambda run, key: run.ranks.distributed and run[key].startswith("cuda:"),
-         "{it} with {ranks} ranks: all ranks of a machine would use the same GPU",
+         "{override} with {ranks} ranks: all ranks of a machine would use the same GPU",
          "device=cuda, with which each rank uses its own (CUDA_VISIBLE_DEVICES selects them)"),
     Rule("batch_size", lambda run, key: run[key] % (run.ranks.world_size * run["grad_accum_steps"]),
-         "{it} does not divide among {ranks} ranks x grad_accum_steps={grad_accum_steps}",
+         "{override} does not divide among {ranks} ranks x grad_accum_steps={grad_accum_steps}",
          "batch_size={sizes}, or another number of ranks"),
 ]
 """What several ranks cannot share."""
 
 RULES = [
     *TYPES,
-    Rule(ANY_TYPED, lambda run, key: run.word(key).startswith("[") and key not in run.values and run.has(key),
-         "{typed}: a run has one option of {key}", "{key}={first}"),
-    Rule(ANY_TYPED, lambda run, key: run.word(key).replace(" ", "") == "{}" and key in run.choices,
+    Rule(ANY_TYPED, lambda run, key: run.typed_value(key).startswith("[") and key not in run.values and run.has(key),
+         "{typed}: a run has one option of {key}", "{key}={option}"),
+    Rule(ANY_TYPED, lambda run, key: run.typed_value(key).replace(" ", "") == "{}" and key in run.choices,
          "{typed} changes nothing", "name an option of {key}, or set its keys one by one"),
     Rule(ANY_KEY, has_number(int, lambda number: abs(number) > LARGEST_INT),
-         f"{{it}} is outside of [-{LARGEST_INT}, {LARGEST_INT}], the whole numbers of 64 bits", "{usual}"),
-    Rule(ANY_KEY, has_number(float, math.isnan), "{it} is not a number", "{usual}"),
+         f"{{override}} is outside of [-{LARGEST_INT}, {LARGEST_INT}], the whole numbers of 64 bits", "{default}"),
+    Rule(ANY_KEY, has_number(float, math.isnan), "{override} is not a number", "{default}"),
     Rule(ANY_KEY, has_number(float, lambda number: 0 < abs(number) < FP32[0]),
-         f"{{it}} is nearer to 0 than {FP32[0]:.3g}, the smallest normal number of fp32", "{usual}"),
+         f"{{override}} is nearer to 0 than {FP32[0]:.3g}, the smallest normal number of fp32", "{default}"),
     Rule(ANY_KEY, has_number(float, lambda number: FP32[1] < abs(number) < math.inf),
-         f"{{it}} is beyond {FP32[1]:.3g}, the largest number of fp32", "{usual}"),
+         f"{{override}} is beyond {FP32[1]:.3g}, the largest number of fp32", "{default}"),
     Rule("steps batch_size grad_accum_steps eval_every eval_batches log_every parallel.start_timeout "
          "parallel.timeout", below(1),
-         "{it} is below 1", "{key}=1 or more"),
-    Rule("data.length_warmup", below(0), "{it} is below 0", "{key}=0, which is off, or more"),
+         "{override} is below 1", "{key}=1 or more"),
+    Rule("data.length_warmup", below(0), "{override} is below 0", "{key}=0, which is off, or more"),
     Rule("parallel.start_timeout parallel.timeout", lambda run, key: (run[key] or 0) > MAX_SECONDS,
-         f"{{it}} is above {MAX_SECONDS}", f"{{key}}={MAX_SECONDS} or less"),
-    Rule("seed", lambda run, key: not 0 <= run[key] < 2**63, "{it} is outside [0, 2^63)", "seed=0 or more"),
+         f"{{override}} is above {MAX_SECONDS}", f"{{key}}={MAX_SECONDS} or less"),
+    Rule("seed", lambda run, key: not 0 <= run[key] < 2**63, "{override} is outside [0, 2^63)", "seed=0 or more"),
     Rule("batch_size", lambda run, key: run[key] % run["grad_accum_steps"],
-         "{it} does not divide into grad_accum_steps={grad_accum_steps} micro-batches", "batch_size={sizes_in_one}"),
+         "{override} does not divide into grad_accum_steps={grad_accum_steps} micro-batches",
+         "batch_size={sizes_in_one}"),
     Rule("data.length_warmup", lambda run, key: run[key] and run[key] >= run["steps"],
-         "{it} >= steps={steps}: samples never reach their full length", "lower data.length_warmup or raise steps"),
+         "{override} >= steps={steps}: samples never reach their full length",
+         "lower data.length_warmup or raise steps"),
     *RANKS,
     Rule("init_strict", lambda run, key: run["init_from"] == "none" and not run[key],
-         "{it} does nothing without init_from", "name weights, or leave it out"),
+         "{override} does nothing without init_from", "name weights, or leave it out"),
     Rule(" ".join(CHOSEN_PARTS), lambda run, key: run[key] != "none" and not run.has(f"model.{key}"),
          "{chosen} does nothing with model={model}, because the model has no attention",
          "{instead}, or a model whose YAML has `{reference}`"),
@@ -215,21 +217,21 @@ RULES = [
          "{chosen} does nothing with objective={objective}, which has no logits of a softmax",
          "{key}=none, or objective=cross_entropy"),
     Rule("label_smoothing", lambda run, key: run[key] and has_other_objective(run),
-         "{it} does nothing with objective={objective}, which has no logits of a softmax",
+         "{override} does nothing with objective={objective}, which has no logits of a softmax",
          "label_smoothing=0, or objective=cross_entropy"),
     Rule("qknorm", lambda run, key: "none" not in (run[key], run["qkclip"]),
          "{chosen} removes the scale of the projections that qkclip={qkclip} clips, so qkclip has no effect",
          "qkclip=none, or qknorm=none"),
     Rule("data init", is_for_other_data,
-         "{it} is for {gives}, model={model} reads {model.modality}",
-         "{fitting}, or a model for {gives} such as {such}"),
+         "{override} is for {modality}, model={model} reads {model.modality}",
+         "{fitting}, or a model for {modality} such as {example_model}"),
     Rule("forecast", lambda run, key: run[key] != "off" and run["monitors"] == "none" and any(run.overrides_of(key)),
          "{typed} does nothing with monitors=none, because a forecast reads what the monitors measure",
          "monitors=default, or leave it out"),
     Rule("forecast.action", lambda run, key: run[key] == "checkpoint" and run["checkpoint"] == "off",
-         "{it} keeps no state with checkpoint=off", "checkpoint=default, or forecast.action=alarm"),
+         "{override} keeps no state with checkpoint=off", "checkpoint=default, or forecast.action=alarm"),
     Rule("guard.escalate", lambda run, key: run[key] == "whatif" and run["checkpoint"] == "off",
-         "{it} goes on from a checkpoint, and checkpoint=off writes none",
+         "{override} goes on from a checkpoint, and checkpoint=off writes none",
          "checkpoint=default, or guard.escalate=halt"),
 ]
 """All rules, in the order in which they are checked."""
@@ -259,21 +261,23 @@ def kind_of(default: Any) -> str:
     return words.get(type(default), f"of type {type(default).__name__}")
 
 
-def near(run: Composed, key: str) -> str:
+def nearest(run: Composed, key: str) -> str:
     """Returns the override that an unknown key may stand for."""
     known = closest(key, run.defaults, cutoff=0.75)
     return f"{known}={show(run[key])}" if known else "leave it out"
 
 
-def right(run: Composed, key: str) -> str:
+def corrected(run: Composed, key: str) -> str:
     """Returns a mistyped value as it should be typed, or else the default."""
     value = run[key]
     if isinstance(value, float) and value.is_integer():
         return f"{key}={int(value)}"
-    return f"{key}=[{show(value)}]" if run.defaults[key] == [] and not isinstance(value, list) else usual(run, key)
+    if run.defaults[key] == [] and not isinstance(value, list):
+        return f"{key}=[{show(value)}]"
+    return default_override(run, key)
 
 
-def usual(run: Composed, key: str) -> str:
+def default_override(run: Composed, key: str) -> str:
     """Returns the override that sets a key to its default."""
     return f"{key}={show(run.defaults.get(key))}, the default"
 
@@ -297,21 +301,21 @@ def fitting(run: Composed, key: str) -> str:
 
 WORDS: dict[str, Callable[[Composed, str], Any]] = {
     "key": lambda run, key: key,
-    "it": lambda run, key: f"{key}={show(run[key])}",
+    "override": lambda run, key: f"{key}={show(run[key])}",
     "typed": lambda run, key: next(run.overrides_of(key)),
-    "first": lambda run, key: run.word(key).strip("[ ]"),
+    "option": lambda run, key: run.typed_value(key).strip("[ ]"),
     "chosen": chosen,
     "instead": instead,
     "kind": lambda run, key: kind_of(run.defaults[key]),
-    "near": near,
-    "right": right,
-    "usual": usual,
+    "nearest": nearest,
+    "corrected": corrected,
+    "default": default_override,
     "ranks": lambda run, key: run.ranks.world_size,
     "sizes": lambda run, key: sizes(run[key], run.ranks.world_size * run["grad_accum_steps"]),
     "sizes_in_one": lambda run, key: sizes(run[key], run["grad_accum_steps"]),
     "reference": lambda run, key: f"{key}: ${{{key}}}",
-    "gives": lambda run, key: run[f"{key}.modality"],
+    "modality": lambda run, key: run[f"{key}.modality"],
     "fitting": fitting,
-    "such": lambda run, key: "model=gpt_nano" if run[f"{key}.modality"] == "tokens" else "model=resnet20",
+    "example_model": lambda run, key: "model=gpt_nano" if run[f"{key}.modality"] == "tokens" else "model=resnet20",
 }
 """The names in messages and fixes that stand for neither a key's value nor a group's option."""

@@ -23,10 +23,10 @@ from stabletrain.config.moved import now, updated
 from stabletrain.program import conf_folder
 from stabletrain.stored.trusted import check_trusted, remember
 
-HARMLESS = frozenset({"hydra/launcher", "hydra/sweeper"})
+HARMLESS_SETTINGS = frozenset({"hydra/launcher", "hydra/sweeper"})
 """Settings of Hydra that choose an installed launcher or sweeper; the others run code, or name folders to write."""
 
-PLAIN = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
+PLAIN_INTERPOLATION = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
 """Interpolations that give the value of another key, or of an environment variable."""
 
 
@@ -145,7 +145,7 @@ def is_foreign(override: str) -> bool:
 
     An option of a group that is a path counts too: Hydra would read a file outside the folder of the group.
     """
-    if "${" in PLAIN.sub("", override):  # such as oc.decode, which makes a dict of a text
+    if "${" in PLAIN_INTERPOLATION.sub("", override):  # such as oc.decode, which makes a dict of a text
         return True
     try:
         [parsed] = OverridesParser.create().parse_overrides([override])
@@ -153,7 +153,7 @@ def is_foreign(override: str) -> bool:
         return True
     key = parsed.key_or_group
     if key.startswith(("hydra.", "hydra/")) or key == "hydra":
-        return key not in HARMLESS or "/" in override.partition("=")[2]
+        return key not in HARMLESS_SETTINGS or "/" in override.partition("=")[2]
     if ("/" in key or os.path.isdir(conf_folder() / key)) and "/" in override.partition("=")[2]:
         return True
     if parsed.is_sweep_override():

@@ -66,9 +66,9 @@ def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Pat
     try:
         with hydra(arguments, conf_folder()) as name:
             if not arguments.sweeps:
-                folder, notes = checked(name, arguments.overrides, cards, resumed)
+                folder, notes = checked_run(name, arguments.overrides, cards, resumed)
                 return Runs(folder, [arguments.overrides], None, notes)
-            return swept(name, arguments, cards, resumed)
+            return sweep_runs(name, arguments, cards, resumed)
     except ConfigError:
         raise
     except Exception as error:
@@ -77,7 +77,7 @@ def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Pat
         raise ConfigError(message) from error
 
 
-def swept(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> Runs:
+def sweep_runs(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> Runs:
     """Expands and checks the runs of a sweep."""
     found = grid(name, arguments.overrides)
     sweep, runs = found.cfg, found.runs
@@ -94,7 +94,7 @@ def swept(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Se
     said: dict[str, None] = {}
     for number, run in enumerate(runs):
         try:
-            _, notes = checked(name, run, cards, [folder / str(number) for folder in resumed])
+            _, notes = checked_run(name, run, cards, [folder / str(number) for folder in resumed])
         except Exception as error:
             message = str(error) if isinstance(error, ConfigError) else explain(error, conf_folder(), arguments)
             if message is None:
@@ -104,7 +104,7 @@ def swept(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Se
     return Runs(Path(sweep.hydra.sweep.dir), runs, sweep, list(said))
 
 
-def checked(
+def checked_run(
     name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path] = ()
 ) -> tuple[Path, list[str]]:
     """Composes one run's configuration, and applies the checks of `train.py`.

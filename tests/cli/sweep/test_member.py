@@ -51,7 +51,7 @@ def job(tmp_path, monkeypatch):
 @pytest.fixture
 def sweep(job, tmp_path):
     """The sweep's record, as written by the process that started it."""
-    return plan.begin(tmp_path, parse_arguments(["-m", "seed=0,1,2,3"]), grid_of(RUNS))
+    return plan.record_sweep(tmp_path, parse_arguments(["-m", "seed=0,1,2,3"]), grid_of(RUNS))
 
 
 # ---- the run
@@ -61,10 +61,10 @@ def test_it_knows_its_place(job, sweep, tmp_path):
     found = job()
     assert (found.folder, found.number, found.overrides) == (tmp_path / "1", 1, RUNS[1])
     assert found.alone
-    assert not found.searching
+    assert not found.in_search
     assert found.sweep == sweep
     assert not job("joblib").alone
-    assert job(sweeper="optuna").searching
+    assert job(sweeper="optuna").in_search
 
 
 def test_beside_others_the_command_is_the_one_that_was_typed(job, sweep, monkeypatch):
@@ -134,7 +134,7 @@ def test_a_signal_asks_all_runs_to_stop_and_a_second_ctrl_c_interrupts(tmp_path)
 
 
 def test_a_run_beside_others_stops_with_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(member, "LOOK", 0.001)
+    monkeypatch.setattr(member, "POLL_S", 0.001)
     before, threads = [signal.getsignal(number) for number in STOPS], threading.active_count()
     with stopped_with_others(tmp_path), StopRequest() as stop:
         stop_file(tmp_path).touch()
@@ -154,14 +154,14 @@ def test_until_it_handles_signals_it_leaves_them_to_the_sweep(tmp_path):
 
 
 def test_a_run_that_has_not_begun_when_the_sweep_stops_is_not_wanted(job, tmp_path):
-    assert not job("joblib").unwanted
+    assert not job("joblib").is_cancelled
     stop_file(tmp_path).touch()
-    assert job("joblib").unwanted
-    assert not job().unwanted, "alone, the signal itself reaches it"
+    assert job("joblib").is_cancelled
+    assert not job().is_cancelled, "alone, the signal itself reaches it"
 
 
 def test_only_beside_others_it_watches_for_the_request(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(member, "LOOK", 0.001)
+    monkeypatch.setattr(member, "POLL_S", 0.001)
     before = signal.getsignal(signal.SIGTERM)
     with job().listening():
         assert signal.getsignal(signal.SIGTERM) == before
