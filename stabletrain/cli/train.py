@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,10 +134,13 @@ def run_command_line(main: Callable[[], Any], config_dir: Path) -> int:
     if (message := unknown_option(sys.argv[1:], config_dir)) is not None:
         return refuse(message, ranks)
     try:
+        # Before Hydra starts, `resume` becomes a folder, and a sweep a record of its runs: Hydra must write into that
+        # folder, and it reads the folder from the command line.
         sweep, arguments = resolve_arguments(typed, ranks, config_dir)
-        sys.argv[1:] = [*chain(*arguments)]  # Hydra reads the resolved command line
+        sys.argv[1:] = [*chain(*arguments)]
         if sweep is not None and ranks.is_main:
             say(lines.opening(sweep), flush=True)
+        # The runs of a parallel sweep ignore signals from outside: this process passes them on.
         listening = nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder)
         with listening, hydra_patches.help_of_command() if HELP_OPTIONS & set(arguments.options) else nullcontext():
             main()
@@ -206,7 +208,7 @@ def run_job(cfg: DictConfig) -> float | None:
         return run_of_sweep(cfg, ranks)
     folder = Path(job.runtime.output_dir)
     try:
-        return run_one(cfg, folder, tell=partial(say, flush=True))
+        return run_one(cfg, folder, tell=say)
     except Exception as raised:
         # The loss of a rank raises an error in every other one, from whichever collective they wait in. The rank that
         # ended first is what the user has to know.
@@ -241,8 +243,8 @@ def run_one(
     ranks, resumed = current_ranks(), None
     # The two keys read below must be there, and must not refer to something that is not.
     check_resolves(cfg)
-    # A finished run is left alone before its configuration is checked: its data may have been deleted since. Only the
-    # main process reads the record, because the ranks must not disagree if it changes meanwhile.
+    # `resume=auto` of a finished run is no mistake: a script may type it again after every kill. Only the main process
+    # reads the record, because the ranks must not disagree if it changes meanwhile.
     if cfg.resume == "auto":
         resumed = run_on_main(ranks, lambda: finished_run(folder, job_overrides(), cfg.steps, ("finished",)))
     if resumed and not resumed.get("reason"):  # a reason says what is missing, such as a final state that was not saved
@@ -251,7 +253,7 @@ def run_one(
             added = "its missing report.html is written" if written else "nothing to do"
             tell(f"{folder} is finished already, {lines.result(resumed)}: {added}; raise steps to continue")
         return resumed["final"].get("val/loss")
-    # The resume comes first: `another model` explains more than the mistake that a check would find in its keys.
+    # The resume comes first: that it cannot change the model explains more than a mistake that the new model causes.
     choices = HydraConfig.get().runtime.choices
     run_on_main(ranks, lambda: check_resume(cfg.resume, settings(cfg, choices), folder))
     check(cfg)
@@ -268,10 +270,11 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
         return math.inf
     try:
         check(cfg)
-        done = run_on_main(ranks, lambda: member.over(cfg.steps))
+        # A sweep that is started again trains only the runs that have no result yet.
+        done = run_on_main(ranks, lambda: member.finished_record(cfg.steps))
         if done is None:
             if ranks.is_main:
-                member.keep(cfg)
+                member.write_hydra_record(cfg)
             with member.listening():
                 loss = build_and_train(cfg, member.folder, member.progress(cfg.log_every))
     except TrainingHalted:  # a result, not a failure: its loss is infinite
@@ -281,9 +284,9 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
         loss = error.loss
     except Interrupted as error:
         if ranks.is_main:
-            member.say({"status": "preempted", "reason": str(error)})
+            member.print_end({"status": "preempted", "reason": str(error)})
         exit_together(ranks)
-        if member.alone:
+        if member.alone:  # Hydra would start the next run; in parallel, the file `.stop` keeps the others from starting
             sys.exit(error.exit_code)
         return math.inf
     except Exception as raised:
@@ -291,14 +294,15 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
         report_error(error, ranks, member.folder)
         if ranks.is_main:
             record_failure(member.folder, error)
-            member.say({"status": "failed", "reason": str(error)})
+            member.print_end({"status": "failed", "reason": str(error)})
+        # A search must not learn from a loss that a mistake has made; the runs of a grid are independent.
         if member.in_search:
             raise RunFailed(getattr(error, "exit_code", 1)) from None
         return math.inf
     if ranks.is_main:
         if done is not None:
             write_if_missing(member.folder, cfg.report)
-        member.say(done or member.record(), before=done is not None)
+        member.print_end(done or member.record(), before=done is not None)
     if done is not None:
         return lines.loss_of(done)
     return math.inf if loss is None or math.isnan(loss) else loss

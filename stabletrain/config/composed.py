@@ -67,7 +67,7 @@ class Composed:
 
 def composed_job(cfg: DictConfig) -> Composed:
     """Returns the configuration of the current Hydra job, whose values resolve."""
-    choices = HydraConfig.get().runtime.choices
+    choices = {**HydraConfig.get().runtime.choices}  # a dict: OmegaConf's containers are slow to look things up in
     return Composed(dict(leaves(plain(cfg))), defaults(), choices, job_overrides(), current_ranks())
 
 

@@ -109,7 +109,7 @@ class Member:
             # The launcher started this process with a command line of its own; record the one that the user typed.
             sys.orig_argv[:] = shlex.split(self.sweep.command)
 
-    def over(self, steps: int) -> dict[str, Any] | None:
+    def finished_record(self, steps: int) -> dict[str, Any] | None:
         """Returns the run's `run.json` if an earlier start of the sweep completed it, else None.
 
         Args:
@@ -134,7 +134,7 @@ class Member:
         """Returns the run's `run.json`; empty if there is none."""
         return RunFolder(self.folder).read()
 
-    def keep(self, cfg: DictConfig) -> None:
+    def write_hydra_record(self, cfg: DictConfig) -> None:
         """Writes `.hydra/` as Hydra would, but only at the run's first start."""
         # A resumed run keeps the configuration it started with, even if `conf/` has changed since.
         if (self.folder / "run.json").exists():
@@ -151,7 +151,7 @@ class Member:
         label = lines.label(self.sweep, self.number, self.overrides)
         return InSweep(log_every, self.folder, label[: lines.OVERRIDES_WIDTH] + "  ", self.alone)
 
-    def say(self, ended: Mapping[str, Any], *, before: bool = False) -> None:
+    def print_end(self, ended: Mapping[str, Any], *, before: bool = False) -> None:
         """Prints the line of a run that has ended.
 
         Args:

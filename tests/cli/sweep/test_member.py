@@ -82,38 +82,38 @@ def test_without_a_record_it_belongs_to_no_sweep(job):
 
 
 def test_it_is_over_if_it_has_its_result(job, tmp_path):
-    assert job().over(5) is None
+    assert job().finished_record(5) is None
     assert job().record() == {}
     record = ran(tmp_path / "1", RUNS[1])
-    assert job().over(5) == record == job().record()
-    assert job().over(6) is None
+    assert job().finished_record(5) == record == job().record()
+    assert job().finished_record(6) is None
     with pytest.raises(ConfigError, match="holds another sweep: its run 1 is seed=1, here it would be seed=2"):
-        job(overrides=RUNS[2]).over(5)
+        job(overrides=RUNS[2]).finished_record(5)
 
 
 def test_its_configuration_is_kept_at_the_first_start_only(job, tmp_path):
-    job().keep(OmegaConf.create({"steps": 5}))
+    job().write_hydra_record(OmegaConf.create({"steps": 5}))
     kept = {path.name: path.read_text() for path in (tmp_path / "1" / ".hydra").iterdir()}
     assert set(kept) == {"config.yaml", "hydra.yaml", "overrides.yaml"}
     assert kept["config.yaml"] == "steps: 5\n"
     assert OmegaConf.create(kept["overrides.yaml"]) == RUNS[1]
     (tmp_path / "1" / "run.json").write_text("{}")
-    job().keep(OmegaConf.create({"steps": 6}))
+    job().write_hydra_record(OmegaConf.create({"steps": 6}))
     assert (tmp_path / "1" / ".hydra" / "config.yaml").read_text() == "steps: 5\n"
 
 
 def test_it_says_how_it_ended(job, sweep, tmp_path, capsys, monkeypatch):
     record = ran(tmp_path / "1", RUNS[1])
-    job().say(record, before=True)
+    job().print_end(record, before=True)
     assert capsys.readouterr().out == "2/4  seed=1  finished   val loss 2.000  (before)\n"
-    job().say(record)
+    job().print_end(record)
     assert capsys.readouterr().out.startswith("2/4  seed=1  finished   val loss 2.000  0 s")
 
     def gone(*words, **how):
         raise BrokenPipeError
 
     monkeypatch.setattr("builtins.print", gone)
-    job().say(record)  # a reader who is gone does not end the run
+    job().print_end(record)  # a reader who is gone does not end the run
 
 
 # ---- stopping
