@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from stabletrain.cli.sweep.plan import ANSWERS, finished_run
-from stabletrain.cli.train import build_and_train, record_failure
-from stabletrain.comparison.pages.at_end import write_if_missing
-from stabletrain.config.arguments import SWEEP, Arguments, check_folders, job_overrides, parse_arguments, resolve_resume
-from stabletrain.config.checks import check
+from stabletrain.cli.sweep.plan import INFORMATION_OPTIONS
+from stabletrain.cli.train import record_failure, run_one
+from stabletrain.config.arguments import SWEEP, check_folders, parse_arguments, resolve_resume
 from stabletrain.config.error_texts import unknown_option
 from stabletrain.config.jobs import run_as_job
 from stabletrain.errors import ConfigError, NotSaved, TrainingHalted
@@ -76,7 +74,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
     if (message := unknown_option(typed, conf)) is not None:
         raise ConfigError(message)
     arguments = parse_arguments(typed)
-    if unfit := (SWEEP | ANSWERS) & {option.partition("=")[0] for option in arguments.options}:
+    if unfit := (SWEEP | INFORMATION_OPTIONS) & {option.partition("=")[0] for option in arguments.options}:
         raise ConfigError(
             f"{min(unfit)}: stabletrain.train trains one run: call it in a loop, or use stabletrain train"
         )
@@ -84,34 +82,19 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
     with accepting(trusts):
         resolved = resolve_resume(arguments)
     with accepting(trusts), called(typed, [*resolved.options, *resolved.overrides]):
-        return job_of(resolved, conf)
-
-
-def job_of(arguments: Arguments, conf: Path) -> Result:
-    """Runs a command line as a job of Hydra, whose global state is the same afterwards."""
-
-    def job(cfg: DictConfig, folder: Path) -> None:
-        with suppress(TrainingHalted, NotSaved):  # results, which the record has
-            train_or_skip(cfg, folder)
-
-    folder = run_as_job(arguments, conf, job)
+        folder = run_as_job(resolved, conf, train_job)
     record = RunFolder(folder).read()
     return Result(record["status"], record["final"], folder, record["reason"])
 
 
-def train_or_skip(cfg: DictConfig, folder: Path) -> None:
-    """Trains the run, unless `resume=auto` has found it finished."""
-    overrides = job_overrides()
-    try:
-        check(cfg)
-        done = finished_run(folder, overrides, cfg.steps, ("finished",)) if cfg.resume == "auto" else None
-        if done is None or done.get("reason"):
-            build_and_train(cfg, folder, signals=NoStopRequest())
-        else:
-            write_if_missing(folder, cfg.report)
-    except Exception as error:
-        record_failure(folder, error)
-        raise
+def train_job(cfg: DictConfig, folder: Path) -> None:
+    """Trains a run, as a job of Hydra, and records its failure."""
+    with suppress(TrainingHalted, NotSaved):  # results, which the record has
+        try:
+            run_one(cfg, folder, tell=lambda line: None, signals=NoStopRequest())
+        except Exception as error:
+            record_failure(folder, error)
+            raise
 
 
 def load(path: str | Path, *, best: bool = False, device: str = "cpu", trust: bool = False) -> "nn.Module":

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from docs.tables import TABLES, with_table
 from tests.runs import ROOT
 from tests.transcripts import PAGES, Transcript, difference, masked, run, transcripts, working_folder
 
@@ -73,6 +74,13 @@ def test_a_difference_is_found():
     assert difference(["first", "third"], printed) is not None, "a line is missing"
     assert difference(["first", "second 2"], printed) is not None, "more is printed"
     assert difference(["...", "fourth"], printed) is not None
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_a_table_of_the_code_is_on_its_page(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert with_table(text, [*TABLES[page]()]) == text, "run: python docs/tables.py"
+    assert with_table(text.replace("| `", "| `other ", 1), [*TABLES[page]()]) == text, "a row that differs is replaced"
 
 
 def test_the_readme_is_short_and_its_step_is_the_real_one():

@@ -68,7 +68,9 @@ def test_a_users_model_and_data_are_trained_evaluated_and_guarded(plugin):
 def test_a_mistake_in_a_users_yaml_is_one_message(plugin):
     done, _ = run(plugin, "model.width=many")
     assert done.returncode == 2
-    assert done.stderr.strip() == "stabletrain: model.width=many is not a whole number: the default is 16"
+    assert (
+        done.stderr.strip() == "stabletrain: model.width=many is not a whole number; fix: model.width=16, the default"
+    )
 
 
 @pytest.mark.slow

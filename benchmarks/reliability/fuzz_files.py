@@ -228,7 +228,7 @@ def sweep() -> None:
     print(lines.opening(found), lines.closing(found), lines.code(found), sep="\n")
     for number, run in enumerate(found.runs or []):
         folder = Path(SWEEP, str(number))
-        plan.refuse_another(folder, run, found)
+        plan.check_same_run(folder, run, found)
         record = plan.finished_run(folder, run, 2)
         if record is not None:
             print(lines.ending(found, number, run, record, None), lines.loss_of(record))
@@ -324,11 +324,11 @@ def work(base: Path, place: Path, seed: int, numbers: Any, results: Any, limit: 
     import torch
 
     from benchmarks import runs
-    from stabletrain.config import checks
+    from stabletrain.config import composed
 
     torch.set_num_threads(1)
     os.environ["COLUMNS"] = "200"
-    runs.compose = checks.compose = compose_once
+    runs.compose = composed.compose = compose_once
     weights = known_weights(base)
     while (number := numbers.get()) is not None:
         results.put(case(base, place, seed, number, weights, limit))

@@ -26,8 +26,10 @@ from stabletrain.parallel.ranks import drop_unread_output, exit_process
 from stabletrain.printable import printable, say
 from stabletrain.stored.trusted import OPTION, accepting
 
-MOST_TOKENS = 1_000_000
+MAX_TOKENS = 1_000_000
 """Largest `--tokens` of `sample`."""
+
+WANDB_REPORT = "write a W&B report that compares a project's runs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,24 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"stabletrain {stabletrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("train", help="train a model, or sweep with -m: what python train.py does", add_help=False)
-    for name, help, add_arguments, do in (
-        ("prepare", "tokenize text into shards for data=tokens", prepare.add_arguments, prepare.run),
-        ("sample", "generate text with a trained model", add_sample_arguments, sample),
-        ("export", "write a model for transformers, torchvision, ONNX or safetensors", add_export_arguments, export),
-        ("compare", "compare runs in a table and on an HTML page", add_compare_arguments, compare),
-        ("losses", "plot the training losses of runs", add_losses_arguments, losses),
-        ("diagnose", "list a run's incidents: where, why, and how to fix them", add_diagnose_arguments, diagnose),
-        ("forecast", "foretell from a run's monitors what breaks, when, and the fix", add_forecast_arguments, forecast),
-        ("replay", "replay an incident's step, unchanged or with a fix", add_replay_arguments, replay),
-        ("whatif", "try fixes from before a run's trouble, and rank them", add_whatif_arguments, whatif),
-        ("sync", "upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
-        (
-            *("wandb-report", "write a W&B report that compares a project's runs"),
-            *(wandb_report.add_arguments, wandb_report.run),
-        ),
-    ):
+    for name, (help, add_arguments, do) in {
+        "prepare": ("tokenize text into shards for data=tokens", prepare.add_arguments, prepare.run),
+        "sample": ("generate text with a trained model", add_sample_arguments, sample),
+        "export": ("write a model for transformers, torchvision, ONNX or safetensors", add_export_arguments, export),
+        "compare": ("compare runs in a table and on an HTML page", add_compare_arguments, compare),
+        "losses": ("plot the training losses of runs", add_losses_arguments, losses),
+        "diagnose": ("list a run's incidents: where, why, and how to fix them", add_diagnose_arguments, diagnose),
+        "forecast": ("foretell from a run's monitors what breaks, when, and the fix", add_forecast_arguments, forecast),
+        "replay": ("replay an incident's step, unchanged or with a fix", add_replay_arguments, replay),
+        "whatif": ("try fixes from before a run's trouble, and rank them", add_whatif_arguments, whatif),
+        "sync": ("upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
+        "wandb-report": (WANDB_REPORT, wandb_report.add_arguments, wandb_report.run),
+    }.items():
         command = commands.add_parser(name, help=help)
-        command.register("type", Path, place)
+        command.register("type", Path, typed_path)
         add_arguments(command)
         if do in (sample, export, replay, whatif):  # they build what a run's record names
             command.add_argument(OPTION, action="store_true", help="run the code that a folder from elsewhere names")
@@ -96,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def place(word: str) -> Path:
+def typed_path(word: str) -> Path:
     """Returns a path that was typed.
 
     An empty one, as from an unset variable, would be the working folder; one that is no UTF-8 cannot be opened by the
@@ -136,8 +135,8 @@ def sample(chosen: argparse.Namespace) -> None:
 
     if not -(2**63) <= chosen.seed < 2**64:
         raise ConfigError(f"--seed {chosen.seed} is not a number of 64 bits: use one from 0 to {2**63 - 1}")
-    if chosen.tokens > MOST_TOKENS:
-        raise ConfigError(f"--tokens {chosen.tokens} is above {MOST_TOKENS:,}: they are printed at the end; use fewer")
+    if chosen.tokens > MAX_TOKENS:
+        raise ConfigError(f"--tokens {chosen.tokens} is above {MAX_TOKENS:,}: they are printed at the end; use fewer")
     checkpoint = find(chosen.run, best=chosen.best)
     cfg = config_of(checkpoint)
     data = make(cfg, "data")
@@ -332,7 +331,14 @@ def whatif(chosen: argparse.Namespace) -> None:
     names = None if chosen.arms is None else [name for name in chosen.arms.split(",") if name]
     jobs = 1 if chosen.jobs is None else chosen.jobs
     asked = WhatIfOptions(
-        *(chosen.run, start, names, [*chosen.own, *chosen.more], chosen.past, chosen.steps, chosen.best, jobs),
+        path=chosen.run,
+        start=start,
+        arms=names,
+        own=[*chosen.own, *chosen.more],
+        past=chosen.past,
+        steps=chosen.steps,
+        best=chosen.best,
+        jobs=jobs,
         seeds=chosen.seeds,
         slurm=read_array(chosen),
     )

@@ -23,12 +23,12 @@ from stabletrain.forecast.prediction import Prediction
 from stabletrain.printable import one_line
 from stabletrain.tracking.metrics import plain
 
-HORIZON = 500
+DEFAULT_HORIZON = 500
 """The default of `forecast.horizon`, for runs that have none."""
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedForecast:
     """The forecast of a run.
 
     Attributes:
@@ -47,7 +47,7 @@ class Replayed:
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON; non-finite numbers are words."""
-        last = [{name: each.fields()[name] for name in SIGNAL} for each in self.now]
+        last = [{name: each.fields()[name] for name in SIGNAL_FIELDS} for each in self.now]
         about = {"step": self.steps[-1], "looks": len(self.steps), "probability": round(self.probability, 4)}
         said = [{"step": each.step, **each.fields()} for each in self.said]
         return plain({**about, "horizon": self.horizon, "forecasts": said, "signals": last})
@@ -72,11 +72,11 @@ def aligned(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column < 2 else cell.rjust(width)
 
 
-SIGNAL = ("signal", "place", "value", "threshold", "at", "low", "high")
+SIGNAL_FIELDS = ("signal", "place", "value", "threshold", "at", "low", "high")
 """The fields of a signal at the last look."""
 
 
-def replay_forecast(folder: Path) -> Replayed:
+def replay_forecast(folder: Path) -> ReplayedForecast:
     """Replays the forecast over a run's looks.
 
     Raises:
@@ -91,7 +91,7 @@ def replay_forecast(folder: Path) -> Replayed:
     except OSError as error:
         raise ConfigError(f"{folder / 'metrics.jsonl'} cannot be read: {error.strerror or error}") from error
     if not any(map(is_look, seen)):
-        raise ConfigError(no_looks(folder, run, len(seen)))
+        raise ConfigError(why_no_inspections(folder, run, len(seen)))
     forecast = Forecast(horizon_of(run), "alarm")
     choices = {**run.record["choices"], "precision": run.precision or "auto"}
     forecast.set_run({group: str(option) for group, option in choices.items() if option}, optimizer_of(run))
@@ -107,10 +107,10 @@ def replay_forecast(folder: Path) -> Replayed:
             said += forecast.look(int(line["step"]), line)
     forecast.load_state_dict(before)  # the last look once more, for all signals
     steps = [int(line["step"]) for line in seen if is_look(line)]
-    return Replayed(steps, said, *at_last(forecast, seen[last]), forecast.horizon)
+    return ReplayedForecast(steps, said, *last_predictions(forecast, seen[last]), forecast.horizon)
 
 
-def at_last(forecast: Forecast, line: Mapping[str, float]) -> tuple[list[Prediction], float]:
+def last_predictions(forecast: Forecast, line: Mapping[str, float]) -> tuple[list[Prediction], float]:
     """Adds the last look; returns a prediction for each signal, about its worst place, and the probability."""
     model, step = fitted(), int(line["step"])
     heights = forecast.heights(step, line)
@@ -134,7 +134,7 @@ def is_look(line: Mapping[str, float]) -> bool:
     return any(name.startswith("monitors/") for name in line)
 
 
-def no_looks(folder: Path, run: Run, count: int) -> str:
+def why_no_inspections(folder: Path, run: Run, count: int) -> str:
     """Returns why there is nothing to foretell from."""
     if not count:
         return f"{folder} has no metrics yet; fix: wait for the first step, or name another run"
@@ -146,7 +146,7 @@ def no_looks(folder: Path, run: Run, count: int) -> str:
 def horizon_of(run: Run) -> int:
     """Returns the run's `forecast.horizon`, or the default."""
     found = run.settings.get("forecast.horizon")
-    return found if isinstance(found, int) and found >= 1 else HORIZON
+    return found if isinstance(found, int) and found >= 1 else DEFAULT_HORIZON
 
 
 def optimizer_of(run: Run) -> dict[str, Any]:

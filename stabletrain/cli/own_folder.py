@@ -24,7 +24,7 @@ class OwnFolder(Callback):
         with suppress(OmegaConfBaseException):  # Hydra reports what is wrong with the name
             if named_by_time(config.hydra.run):
                 folder = Path(config.hydra.run.dir)
-                config.hydra.run.dir = str(run_on_main(current_ranks(), lambda: created(folder)))
+                config.hydra.run.dir = str(run_on_main(current_ranks(), lambda: create_unique(folder)))
 
 
 def named_by_time(place: DictConfig) -> bool:
@@ -37,7 +37,7 @@ def named_by_time(place: DictConfig) -> bool:
     return "${now:" in str(written["dir"])
 
 
-def created(folder: Path) -> Path:
+def create_unique(folder: Path) -> Path:
     """Creates the folder, or if it exists already one with a number appended; returns its path."""
     own, number = folder, 1
     while True:

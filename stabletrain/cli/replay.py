@@ -24,11 +24,12 @@ from torch import nn
 from stabletrain.cli.replay_report import ReplayReport
 from stabletrain.config import trust
 from stabletrain.config.arguments import Arguments, key_of
-from stabletrain.config.checks import CHOSEN_PARTS, check_keys
+from stabletrain.config.checks import check_keys
 from stabletrain.config.error_texts import explain
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.moved import updated
 from stabletrain.config.recorded import Group
+from stabletrain.config.rules import CHOSEN_PARTS
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.incident_list import read

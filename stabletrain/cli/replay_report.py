@@ -9,10 +9,10 @@ from stabletrain.forensics.replay import Outcome
 from stabletrain.records import RankPart, Reading
 from stabletrain.tracking import metrics
 
-BAD = {"input": "the input is", "label": "the label is", "ignored": "the targets are", "empty": "the batch is"}
+BAD_SAMPLES = {"input": "the input is", "label": "the label is", "ignored": "the targets are", "empty": "the batch is"}
 """Start of the clause about a bad sample, by the sample's `fault` in `diagnosis.json`."""
 
-SPIKES = {"loss": "loss", "grad_norm": "gradient norm"}
+SPIKE_NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
 """Names of the quantities that have a limit in `diagnosis.json`, for the user."""
 
 
@@ -147,17 +147,17 @@ class ReplayReport:
             faults = [sample["fault"] for sample in known.get("samples") or [] if "fault" in sample]
             if not faults:
                 return None, "it was skipped because its batch held bad data"
-            return True, f"{BAD.get(faults[0], 'the batch is')} still wrong: {known.get('verdict')}"
+            return True, f"{BAD_SAMPLES.get(faults[0], 'the batch is')} still wrong: {known.get('verdict')}"
         if not math.isfinite(then.buffers):
             return None, "it was skipped because its buffers were not finite, which a replay does not measure"
         limits = metrics.numbers(dict(known.get("limits") or {}))
-        if SPIKES.keys() - limits.keys():  # an incident of an earlier version
+        if SPIKE_NAMES.keys() - limits.keys():  # an incident of an earlier version
             return None, "it was skipped as a spike: compare the numbers above"
         if then.loss <= limits["loss"] and then.grad_norm <= limits["grad_norm"]:
             return None, f"it was skipped because its inputs are up to {then.inputs:.4g}"
         measured = {"loss": now.loss or 0.0, "grad_norm": now.grad_norm or 0.0}
         over = [
-            f"its {SPIKES[name]} is above the guard's limit, {limits[name]:.4g}"
+            f"its {SPIKE_NAMES[name]} is above the guard's limit, {limits[name]:.4g}"
             for name in measured
             if measured[name] > limits[name]
         ]

@@ -16,28 +16,26 @@ In a sweep, a failed run does not stop the others, and a run that is over is not
 is that of its first run that did not finish.
 """
 
-import io
 import json
 import math
-import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from stabletrain.cli import hydra_patches
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
-from stabletrain.cli.sweep.plan import Sweep, finished_run, start
+from stabletrain.cli.sweep.plan import Sweep, finished_run, start_sweep
 from stabletrain.comparison.pages.at_end import write_if_missing
 from stabletrain.config.arguments import (
     Arguments,
@@ -51,7 +49,7 @@ from stabletrain.config.arguments import (
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.config.interpolation import check_resolves
-from stabletrain.config.resuming import check_resume
+from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import (
     ConfigError,
     Interrupted,
@@ -78,7 +76,7 @@ from stabletrain.parallel.ranks import (
     run_on_main,
 )
 from stabletrain.printable import printable, say, warn
-from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
+from stabletrain.program import conf_folder, started
 from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import read_run_record
@@ -89,17 +87,13 @@ if TYPE_CHECKING:
     from stabletrain.trainer.run import Output
     from stabletrain.whatif.healing import Ready
 
-ALIKE = 5.0
-"""Seconds that other ranks wait before they report an error that rank 0 may have met too."""
+DUPLICATE_ERROR_WAIT_S = 5.0
+"""How long other ranks wait before they report an error that rank 0 may have met too."""
 
-LEFT = 5.0
-"""Seconds to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
+RANK_LOST_WAIT_S = 5.0
+"""How long to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
 
-
-HELP = frozenset(["--help", "-h"])
-
-CONFIG_PATH = ("--config-path", "-cp")
-"""Hydra's option for a configuration folder in place of `conf/`."""
+HELP_OPTIONS = frozenset(["--help", "-h"])
 
 
 class RunFailed(Exception):
@@ -117,34 +111,9 @@ def train_command(words: list[str]) -> int:
         words: the words after `stabletrain train`.
     """
     conf = conf_folder()
-    sys.argv = [sys.argv[0], *map(absolute_config_path, words, ["", *words])]
+    sys.argv = [sys.argv[0], *hydra_patches.absolute_config_path(words)]
     main = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(run_job)
     return launch(main, conf)
-
-
-@contextmanager
-def help_of_command() -> Generator[None]:
-    """A context in which the help text of `conf/config.yaml` is printed with the name of the program that was used."""
-    text = io.StringIO()
-    try:
-        with redirect_stdout(text):
-            yield
-    finally:
-        target = f" {torchrun_target()} "
-        say(text.getvalue().replace(SCRIPT, program_name()).replace(" train.py ", target), end="")
-
-
-def absolute_config_path(word: str, before: str) -> str:
-    """Makes the value of `--config-path` absolute: Hydra would look for it in this package.
-
-    Args:
-        word: a word of the command line, which may be such a value.
-        before: the word before it.
-    """
-    option, equals, value = word.partition("=")
-    if equals and option in CONFIG_PATH:
-        return f"{option}={os.path.realpath(value)}"
-    return os.path.realpath(word) if before in CONFIG_PATH else word
 
 
 def launch(main: Callable[[], Any], config_dir: Path) -> int:
@@ -152,26 +121,28 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
 
     `config_dir` is the project's `conf/`.
     """
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra must raise its errors: they are explained below
-    # the config store is a singleton, but --help would deep-copy it 160 times
-    setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010
+    hydra_patches.raise_errors()  # they are explained below
+    hydra_patches.share_config_store()
     with trusted.accepting(trusted.OPTION in sys.argv[1:]):
-        return launch_typed(main, config_dir)
+        return run_command_line(main, config_dir)
 
 
-def launch_typed(main: Callable[[], Any], config_dir: Path) -> int:
+def run_command_line(main: Callable[[], Any], config_dir: Path) -> int:
     """The same, with Hydra set up."""
     typed, ranks = parse_arguments([word for word in sys.argv[1:] if word != trusted.OPTION]), current_ranks()
     sweep: Sweep | None = None
     if (message := unknown_option(sys.argv[1:], config_dir)) is not None:
         return refuse(message, ranks)
     try:
+        # Before Hydra starts, `resume` becomes a folder, and a sweep a record of its runs: Hydra must write into that
+        # folder, and it reads the folder from the command line.
         sweep, arguments = resolve_arguments(typed, ranks, config_dir)
-        sys.argv[1:] = [*chain(*arguments)]  # Hydra reads the resolved command line
+        sys.argv[1:] = [*chain(*arguments)]
         if sweep is not None and ranks.is_main:
             say(lines.opening(sweep), flush=True)
+        # The runs of a parallel sweep ignore signals from outside: this process passes them on.
         listening = nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder)
-        with listening, help_of_command() if HELP & set(arguments.options) else nullcontext():
+        with listening, hydra_patches.help_of_command() if HELP_OPTIONS & set(arguments.options) else nullcontext():
             main()
     except StabletrainError as error:
         return refuse(str(error), ranks)
@@ -204,17 +175,17 @@ def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple
     """Resolves `resume` to a folder, the same on all ranks; returns the sweep, if any, and the arguments."""
     check_folders(typed)
     if not ranks.launched:
-        return start(resolve_resume(typed), config_dir)
+        return start_sweep(resolve_resume(typed), config_dir)
     join_process_group(ranks)
     publish_location(ranks)
     if ranks.restarts:  # torchrun restarted all ranks because one failed: continue the run
-        typed = restarted(typed)
-    sweep, found = run_on_main(ranks, lambda: start(resolve_resume(typed), config_dir))
+        typed = arguments_after_restart(typed)
+    sweep, found = run_on_main(ranks, lambda: start_sweep(resolve_resume(typed), config_dir))
     # only the main process writes `.hydra/`
     return sweep, found if ranks.is_main else with_overrides(found, "hydra.output_subdir=null")
 
 
-def restarted(typed: Arguments) -> Arguments:
+def arguments_after_restart(typed: Arguments) -> Arguments:
     """Returns the arguments with which torchrun's second start continues the run of the first."""
     resume = typed.value("resume")
     if resume in (None, "none", "auto"):
@@ -233,31 +204,60 @@ def run_job(cfg: DictConfig) -> float | None:
     """
     job, ranks = HydraConfig.get(), current_ranks()
     if job.mode == RunMode.MULTIRUN:
+        # A run of a sweep returns also if it fails: Hydra would not start the others after an exception.
         return run_of_sweep(cfg, ranks)
-    folder, overrides = Path(job.runtime.output_dir), job_overrides()
+    folder = Path(job.runtime.output_dir)
     try:
-        check_resolves(cfg)
-        done = None
-        if cfg.resume == "auto":
-            done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
-        if done and not done.get("reason"):  # a reason says what is missing, such as a final state that was not saved
-            if ranks.is_main:
-                written = write_if_missing(folder, cfg.report)
-                added = "its missing report.html is written" if written else "nothing to do"
-                say(f"{folder} is finished already, {lines.result(done)}: {added}; raise steps to continue")
-            return done["final"].get("val/loss")
-        run_on_main(ranks, lambda: check_resume(cfg, job.runtime.choices, folder))
-        check(cfg)
-        return build_and_train(cfg, folder)
+        return run_one(cfg, folder, tell=say)
     except Exception as raised:
+        # The loss of a rank raises an error in every other one, from whichever collective they wait in. The rank that
+        # ended first is what the user has to know.
         error = as_rank_lost(raised, ranks) or raised
         report_error(error, ranks, folder)
+        # A run that could not even be built has no record yet; sweeps and Slurm read the exit code there.
         if ranks.is_main:
             record_failure(folder, error)
-        if isinstance(error, Interrupted | TrainingHalted):  # all ranks raise these: none may be ended early
+        # torchrun ends the other ranks once one has ended. These errors are raised by all ranks, perhaps in the middle
+        # of writing the last checkpoint, so none may end early.
+        if isinstance(error, Interrupted | TrainingHalted):
             exit_together(ranks)
         publish_end(ranks)
         sys.exit(getattr(error, "exit_code", 1))
+
+
+def run_one(
+    cfg: DictConfig, folder: Path, *, tell: Callable[[str], None], signals: NoStopRequest | None = None
+) -> float | None:
+    """Trains one run, unless `resume=auto` has found it finished; returns the last validation loss, in nats.
+
+    Args:
+        cfg: composed, and not checked yet.
+        folder: the run folder.
+        tell: prints a line, if there is nothing to train.
+        signals: what asks the run to stop; None for the signals of the process.
+
+    Raises:
+        StabletrainError: the configuration cannot work, or the run did not finish.
+        Exception: an error of the program or of the user's code.
+    """
+    ranks, resumed = current_ranks(), None
+    # The two keys read below must be there, and must not refer to something that is not.
+    check_resolves(cfg)
+    # `resume=auto` of a finished run is no mistake: a script may type it again after every kill. Only the main process
+    # reads the record, because the ranks must not disagree if it changes meanwhile.
+    if cfg.resume == "auto":
+        resumed = run_on_main(ranks, lambda: finished_run(folder, job_overrides(), cfg.steps, ("finished",)))
+    if resumed and not resumed.get("reason"):  # a reason says what is missing, such as a final state that was not saved
+        if ranks.is_main:
+            written = write_if_missing(folder, cfg.report)
+            added = "its missing report.html is written" if written else "nothing to do"
+            tell(f"{folder} is finished already, {lines.result(resumed)}: {added}; raise steps to continue")
+        return resumed["final"].get("val/loss")
+    # The resume comes first: that it cannot change the model explains more than a mistake that the new model causes.
+    choices = HydraConfig.get().runtime.choices
+    run_on_main(ranks, lambda: check_resume(cfg.resume, settings(cfg, choices), folder))
+    check(cfg)
+    return build_and_train(cfg, folder, signals=signals)
 
 
 def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
@@ -266,14 +266,15 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
     This is the validation loss, or infinity if the guard halted the run or its loss is NaN.
     """
     member, done, loss = Member(), None, None
-    if member.unwanted:
+    if member.is_cancelled:
         return math.inf
     try:
         check(cfg)
-        done = run_on_main(ranks, lambda: member.over(cfg.steps))
+        # A sweep that is started again trains only the runs that have no result yet.
+        done = run_on_main(ranks, lambda: member.finished_record(cfg.steps))
         if done is None:
             if ranks.is_main:
-                member.keep(cfg)
+                member.write_hydra_record(cfg)
             with member.listening():
                 loss = build_and_train(cfg, member.folder, member.progress(cfg.log_every))
     except TrainingHalted:  # a result, not a failure: its loss is infinite
@@ -283,9 +284,9 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
         loss = error.loss
     except Interrupted as error:
         if ranks.is_main:
-            member.say({"status": "preempted", "reason": str(error)})
+            member.print_end({"status": "preempted", "reason": str(error)})
         exit_together(ranks)
-        if member.alone:
+        if member.alone:  # Hydra would start the next run; in parallel, the file `.stop` keeps the others from starting
             sys.exit(error.exit_code)
         return math.inf
     except Exception as raised:
@@ -293,14 +294,15 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
         report_error(error, ranks, member.folder)
         if ranks.is_main:
             record_failure(member.folder, error)
-            member.say({"status": "failed", "reason": str(error)})
-        if member.searching:
+            member.print_end({"status": "failed", "reason": str(error)})
+        # A search must not learn from a loss that a mistake has made; the runs of a grid are independent.
+        if member.in_search:
             raise RunFailed(getattr(error, "exit_code", 1)) from None
         return math.inf
     if ranks.is_main:
         if done is not None:
             write_if_missing(member.folder, cfg.report)
-        member.say(done or member.record(), before=done is not None)
+        member.print_end(done or member.record(), before=done is not None)
     if done is not None:
         return lines.loss_of(done)
     return math.inf if loss is None or math.isnan(loss) else loss
@@ -316,24 +318,6 @@ def build_and_train(
         folder: the run folder.
         shown: shows the progress; None for the terminal.
         signals: what asks the run to stop; None for the signals of the process.
-    """
-
-    def once(cfg: DictConfig, ready: "Ready") -> float | None:
-        return build_and_train_once(cfg, folder, shown, signals, ready)
-
-    if cfg.guard.get("escalate") != "whatif":
-        return once(cfg, lambda run: None)
-    from stabletrain.whatif.healing import Healer  # imports torch, which the checks do without
-
-    return Healer(
-        folder, once, (shown or Progress(cfg.log_every)).note, live=shown is None, listening=signals is None
-    ).run(cfg)
-
-
-def build_and_train_once(
-    cfg: DictConfig, folder: Path, shown: Any, signals: NoStopRequest | None, ready: "Ready"
-) -> float | None:
-    """Builds a run, calls `ready` with it, and trains it; returns the last validation loss, in nats.
 
     Raises:
         NotSaved: it has finished, and its last state could not be written.
@@ -341,17 +325,26 @@ def build_and_train_once(
     from stabletrain.trainer.build import build  # imports torch, which the checks do without
     from stabletrain.trainer.loop import train
 
-    run = build(cfg, folder, shown)
-    ready(run)
-    try:
-        loss = train(run, signals).val.get("val/loss")
-    except TrainingHalted as halt:
-        halt.advice = run.output.halted()
-        raise
-    say_closing_lines(run.output)
-    if missing := run.saved.checkpoints.unsaved():
-        raise NotSaved(f"{missing}; fix: make room, and type the command again with resume=auto", loss)
-    return loss
+    def once(cfg: DictConfig, ready: "Ready") -> float | None:
+        """Trains the run with these settings, after `ready` has taken it; a healing calls this again with others."""
+        run = build(cfg, folder, shown)
+        ready(run)
+        try:
+            loss = train(run, signals).val.get("val/loss")
+        except TrainingHalted as halt:
+            halt.advice = run.output.halted()
+            raise
+        say_closing_lines(run.output)
+        if missing := run.saved.checkpoints.unsaved():
+            raise NotSaved(f"{missing}; fix: make room, and type the command again with resume=auto", loss)
+        return loss
+
+    if cfg.guard.get("escalate") != "whatif":
+        return once(cfg, lambda run: None)
+    from stabletrain.whatif.healing import Healer
+
+    note = (shown or Progress(cfg.log_every)).note
+    return Healer(folder, once, note, live=shown is None, listening=signals is None).run(cfg)
 
 
 def say_closing_lines(output: "Output") -> None:
@@ -370,13 +363,13 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
     # Either all ranks refuse, or this one alone. If rank 0 refuses too, torchrun ends this process during the wait, so
     # the message is printed only once.
     if isinstance(error, StabletrainError) and not isinstance(error, RankLost) and not ranks.is_main:
-        time.sleep(ALIKE)
+        time.sleep(DUPLICATE_ERROR_WAIT_S)
     where = "" if not ranks.distributed else f"[rank {ranks.rank}] "
     if isinstance(error, RankLost):
         say(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
         if says_how_to_continue(ranks):
             say(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
-        time.sleep(LEFT)  # meanwhile torchrun ends this process, and names the rank that ended first
+        time.sleep(RANK_LOST_WAIT_S)  # meanwhile torchrun ends this process, and names the rank that ended first
         return
     if isinstance(error, StabletrainError):
         say(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
@@ -432,5 +425,5 @@ def refuse(message: str, ranks: Ranks) -> int:
     if ranks.is_main:
         say(f"stabletrain: {message}", file=sys.stderr)
     else:
-        time.sleep(ALIKE)
+        time.sleep(DUPLICATE_ERROR_WAIT_S)
     return ConfigError.exit_code

@@ -26,7 +26,7 @@ from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_type
 from stabletrain.stored.run_json import read_run_record, read_sweep_command
 
-WITH_VALUE = frozenset(
+OPTIONS_WITH_VALUE = frozenset(
     [
         "--config-dir",
         "-cd",
@@ -48,7 +48,7 @@ WITH_VALUE = frozenset(
 
 SWEEP = frozenset({"-m", "--multirun"})
 
-OPTIONS = WITH_VALUE | SWEEP | {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"}
+OPTIONS = OPTIONS_WITH_VALUE | SWEEP | {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"}
 OPTIONS |= {"--experimental-rerun", trusted.OPTION}
 """All options of Hydra, and our own."""
 
@@ -96,6 +96,11 @@ def quoted(value: Any) -> str:
     return QuotedString(str(value), Quote.single).with_quotes()
 
 
+def show(value: Any) -> str:
+    """Formats a value as it is typed on the command line."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
 def key_of(override: str) -> str:
     """Returns the key of `key=value`, `+key=value` or `~key`."""
     return override.lstrip("+~").partition("=")[0]
@@ -118,7 +123,7 @@ def parse_arguments(typed: list[str]) -> Arguments:
     for argument in rest:
         if argument.startswith("-"):
             options.append(argument)
-            if argument in WITH_VALUE and (value := next(rest, None)) is not None:
+            if argument in OPTIONS_WITH_VALUE and (value := next(rest, None)) is not None:
                 options.append(value)
         else:
             overrides.pop(key_of(argument), None)
@@ -134,7 +139,7 @@ def check_folders(typed: Arguments) -> None:
     """
     options = [*typed.options, ""]
     for option, value in pairwise(options):
-        if (option in WITH_VALUE and not value) or (option[-1:] == "=" and option[:-1] in WITH_VALUE):
+        if (option in OPTIONS_WITH_VALUE and not value) or (option[-1:] == "=" and option[:-1] in OPTIONS_WITH_VALUE):
             raise ConfigError(f"{option.removesuffix('=')} has no value: name one, or leave it out")
     for key, usual in (("hydra.run.dir", "outputs/<name>"), ("hydra.sweep.dir", "multirun/<name>")):
         if (value := typed.value(key)) is not None and not value.strip():
@@ -166,7 +171,7 @@ def resolve_resume(typed: Arguments) -> Arguments:
         raise ConfigError("resume= has no value: use auto, none, a run folder or a checkpoint")
     key = "hydra.sweep.dir" if typed.sweeps else "hydra.run.dir"
     if resume == "auto":
-        folder = typed.value(key) or newest_of_same(typed)
+        folder = typed.value(key) or newest_of_same_command(typed)
         if folder is None:
             say("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
             return with_overrides(typed, "resume=none")
@@ -280,7 +285,7 @@ def sweep_arguments(folder: Path) -> Arguments | None:
     return None
 
 
-def newest_of_same(typed: Arguments, part: str = ".") -> str | None:
+def newest_of_same_command(typed: Arguments, part: str = ".") -> str | None:
     """Finds the newest run below `outputs/` (or sweep below `multirun/`) that was started with the same overrides.
 
     Args:
@@ -303,13 +308,13 @@ def newest_of_same(typed: Arguments, part: str = ".") -> str | None:
     return next(iter([*same, *longer]), None)
 
 
-LAUNCH = "STABLETRAIN_LAUNCH"
+LAUNCH_VARIABLE = "STABLETRAIN_LAUNCH"
 """Environment variable that the Slurm job script sets: `slurm/launch.sh` with its options."""
 
 
 def program(ranks: Ranks) -> list[str]:
     """Returns how this process was started: `python train.py`, `stabletrain train`, `torchrun ... train.py` ..."""
-    if launch := os.environ.get(LAUNCH):
+    if launch := os.environ.get(LAUNCH_VARIABLE):
         return shlex.split(launch)
     if not ranks.launched:
         return started().program
@@ -326,7 +331,7 @@ def resume_command(ranks: Ranks, folder: Path) -> str:
     If `resume` named another run or a checkpoint, the command names the run's folder: its record is not what was typed.
     """
     words = program(ranks)
-    if LAUNCH in os.environ:
+    if LAUNCH_VARIABLE in os.environ:
         return f"automatically if Slurm requeues the job; otherwise: {shlex.join([*words, f'resume={folder}'])}"
     typed = [word for word in started().typed if key_of(word) != "resume"]
     named = parse_arguments(started().typed).value("resume") not in (None, "none", "auto")

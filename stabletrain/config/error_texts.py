@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from stabletrain.config.arguments import OPTIONS, WITH_VALUE, Arguments, key_of, parse_arguments
+from stabletrain.config.arguments import OPTIONS, OPTIONS_WITH_VALUE, Arguments, key_of, parse_arguments
 from stabletrain.config.make import leaves
 from stabletrain.errors import closest
 from stabletrain.program import program_name
@@ -27,7 +27,7 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
 
     Unknown names are looked up in `config_dir` and in the user's own config folders.
     """
-    origin = {raised_in(error), type(error).__module__.split(".")[0]}
+    origin = {raising_package(error), type(error).__module__.split(".")[0]}
     text = str(error)
     folders = [config_dir, *own_folders(typed)]
     for folder in folders[1:]:
@@ -48,7 +48,7 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
     if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, option = match.groups()
         available = sorted(options.get(group, []))
-        hint = nearest(option, available)
+        hint = suggestion(option, available)
         yours = "" if hint or folders[1:] else "; for your own options add --config-dir <folder>"
         return f"{group}={option}: there is no such option{hint}\noptions of {group}: {', '.join(available)}{yours}"
     for override in typed.overrides:
@@ -77,7 +77,7 @@ def unknown_option(words: list[str], config_dir: Path) -> str | None:
     for word, following in zip(words, [*words[1:], ""], strict=False):
         name, _, value = word.partition("=")
         if after_option or not name.startswith("-") or is_option(name):
-            after_option = word in WITH_VALUE and not after_option
+            after_option = word in OPTIONS_WITH_VALUE and not after_option
             continue
         if not value and not following.startswith("-") and "=" not in following:
             value = following
@@ -104,7 +104,7 @@ def is_option(name: str) -> bool:
         return True
     if name.startswith("--"):
         return sum(option.startswith(name) for option in OPTIONS) == 1
-    return any(name.startswith(option) for option in WITH_VALUE if not option.startswith("--"))
+    return any(name.startswith(option) for option in OPTIONS_WITH_VALUE if not option.startswith("--"))
 
 
 def options_of(folders: Iterable[Path]) -> dict[str, list[str]]:
@@ -120,7 +120,7 @@ def no_such_key(key: str, typed: Arguments, folders: list[Path], options: dict[s
     group, _, name = key.partition(".")
     if typed.value(f"{group}._target_") is not None:
         return f"{key}: the chosen {group} has no such key; for your own {group}._target_ write +{key}=..."
-    having = [file.stem for folder in folders for file in sorted(folder.glob(f"{group}/*.yaml")) if has(file, name)]
+    having = [file.stem for folder in folders for file in sorted(folder.glob(f"{group}/*.yaml")) if has_key(file, name)]
     if name and having:
         return (
             f"{key}: the chosen {group} has no such key; it belongs to "
@@ -130,19 +130,19 @@ def no_such_key(key: str, typed: Arguments, folders: list[Path], options: dict[s
     mine = [name for name in known if name.startswith(f"{group}.") and "_target_" not in name]
     own = sorted(name.removeprefix(f"{group}.") for name in mine)
     # a key below a known group can only be one of that group's keys: propose no others
-    hint = nearest(key, [f"{group}.{name}" for name in own] if group in options and group != key else known)
+    hint = suggestion(key, [f"{group}.{name}" for name in own] if group in options and group != key else known)
     if not hint and group in options and group != key:
         keys = f"has the keys {', '.join(own)}" if own else "has no keys"
         hint = f"; the chosen {group} {keys}; options of {group}: {', '.join(sorted(options[group]))}"
     return f"{key}: there is no such key{hint or f'; {program_name()} --help lists them'}"
 
 
-def has(file: Path, name: str) -> bool:
+def has_key(file: Path, name: str) -> bool:
     """Returns whether an option's YAML has this top-level key."""
     return any(line.partition(":")[0] == name for line in file.read_text(encoding="utf-8").splitlines())
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str]) -> str:
     """Returns `; did you mean ...?` with the closest of `known`; empty if none is close."""
     near = closest_key(word, list(known))
     return f"; did you mean {near}?" if near else ""
@@ -164,7 +164,7 @@ def own_folders(typed: Arguments) -> list[Path]:
     return [Path(name) for name in found]
 
 
-def raised_in(error: Exception) -> str:
+def raising_package(error: Exception) -> str:
     """Returns the package whose code raised `error`: its type may be a plain ValueError, even from Hydra's parser."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

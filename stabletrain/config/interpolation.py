@@ -7,7 +7,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from stabletrain.config.arguments import job_overrides, key_of
+from stabletrain.config.composed import Composed
 from stabletrain.config.make import leaves
+from stabletrain.config.rules import REMOVED
 from stabletrain.errors import ConfigError, did_you_mean
 
 
@@ -23,7 +25,7 @@ def check_resolves(cfg: DictConfig) -> None:
     typed = [key_of(override) for override in overrides]
     for override in overrides:
         if override.startswith("~") and "." not in (key := key_of(override)):
-            raise ConfigError(removed(key))
+            raise REMOVED.refusal(Composed({}), key)
     try:
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         return
@@ -31,33 +33,25 @@ def check_resolves(cfg: DictConfig) -> None:
         pass  # the loop below finds the key
     raw = dict(leaves(OmegaConf.to_container(cfg, resolve=False)))
     for key in sorted(raw, key=lambda key: not key.startswith(tuple(typed))):
-        if (why := reason(cfg, key, raw)) is not None:
-            raise ConfigError(f"{key}={raw[key]}: {why}")
+        try:
+            value = OmegaConf.select(cfg, key, throw_on_missing=True)
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        except (OmegaConfBaseException, RecursionError) as error:
+            raise ConfigError(f"{key}={raw[key]}: {explained(error, raw)}") from None
     raise ConfigError("a value of the configuration cannot be resolved: write the values themselves, without ${...}")
 
 
-def reason(cfg: DictConfig, key: str, raw: dict[str, Any]) -> str | None:
-    """Returns why the value of a key cannot be resolved, and what to write; None if it can.
+def explained(error: Exception, raw: dict[str, Any]) -> str:
+    """Returns why a value cannot be resolved, and what to write.
 
     Args:
+        error: OmegaConf's.
         raw: the values of all keys as they are written.
     """
-    try:
-        value = OmegaConf.select(cfg, key, throw_on_missing=True)
-        if OmegaConf.is_config(value):
-            OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        return None
-    except RecursionError:
-        return circular()
-    except OmegaConfBaseException as error:
-        return explained(error, raw)
-
-
-def explained(error: OmegaConfBaseException, raw: dict[str, Any]) -> str:
-    """Returns OmegaConf's error in our words."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if "ecursion" in text:
-        return circular()
+    if isinstance(error, RecursionError) or "ecursion" in text:
+        return "it refers to itself, directly or through other keys: write the value itself"
     if "Missing mandatory value" in text:
         return "it has no value: ??? stands for a value that must be given"
     if isinstance(error, UnsupportedInterpolationType):
@@ -71,13 +65,3 @@ def explained(error: OmegaConfBaseException, raw: dict[str, Any]) -> str:
     if name:
         return f"there is no key {name}{did_you_mean(name, raw, cutoff=0.75)}"
     return f"it cannot be resolved ({text}): write the value itself"
-
-
-def removed(key: str) -> str:
-    """Returns the message for a key that the command line removes (`~guard`)."""
-    return f"{key} was removed: to turn a group off, use its option that does nothing, such as none or off"
-
-
-def circular() -> str:
-    """Returns the reason for a value that refers to itself."""
-    return "it refers to itself, directly or through other keys: write the value itself"

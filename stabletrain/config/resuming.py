@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from stabletrain.config.arguments import show
 from stabletrain.config.make import leaves, plain
 from stabletrain.config.yaml_files import load_yaml
 from stabletrain.errors import ConfigError
@@ -25,7 +26,7 @@ from stabletrain.stored.run_json import read_run_record
 
 FREE, RECORDED, NEW_STATE, REFUSED = "free", "recorded", "new state", "refused"
 
-ANEW = "init_from=<run> takes its weights into a new run"
+FORK = "init_from=<run> takes its weights into a new run"
 
 
 class Row(NamedTuple):
@@ -43,9 +44,9 @@ class Row(NamedTuple):
 
 
 GROUPS: dict[str, Row] = {
-    "model": Row(REFUSED, "the checkpoint's weights have the sizes of its own model", ANEW),
-    "data": Row(REFUSED, "a step's batch is looked up by its number, so the state would belong to other batches", ANEW),
-    "objective": Row(REFUSED, "the weights, the guard's window and the best loss are those of the other loss", ANEW),
+    "model": Row(REFUSED, "the checkpoint's weights have the sizes of its own model", FORK),
+    "data": Row(REFUSED, "a step's batch is looked up by its number, so the state would belong to other batches", FORK),
+    "objective": Row(REFUSED, "the weights, the guard's window and the best loss are those of the other loss", FORK),
     "init": Row(REFUSED, "initial weights are drawn once, before the first step", "start a new run without resume"),
     "optimizer": Row(NEW_STATE, "moments and step counters start at 0"),
     "precision": Row(RECORDED, "the weights are cast; nothing else is stored in a precision"),
@@ -70,7 +71,7 @@ GROUPS: dict[str, Row] = {
 }
 """What another option of a group does to a resumed run."""
 
-TO: dict[tuple[str, str], Row] = {
+CHANGED_TO: dict[tuple[str, str], Row] = {
     ("checkpoint", "off"): Row(REFUSED, "it reads none either", "raise checkpoint.every to write fewer"),
     ("precision", "fp16"): Row(NEW_STATE, "the loss scale starts at precision.init_scale"),
     ("precision", "bf16_params"): Row(RECORDED, "matrices and kernels are rounded to bf16"),
@@ -80,14 +81,14 @@ TO: dict[tuple[str, str], Row] = {
 }
 """Options that differ from their group's row, as the new option."""
 
-FROM: dict[tuple[str, str], Row] = {
+CHANGED_FROM: dict[tuple[str, str], Row] = {
     ("precision", "fp16"): Row(NEW_STATE, "the loss scale is dropped"),
     ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are dropped"),
     ("clipping", "adagc"): Row(NEW_STATE, "the tensors' average norms are dropped"),
 }
 """The same as the old option, if the new one has no row."""
 
-BETWEEN: dict[tuple[str, frozenset[str]], Row] = {
+CHANGED_BETWEEN: dict[tuple[str, frozenset[str]], Row] = {
     ("optimizer", frozenset({"adamw", "stable_adamw"})): Row(RECORDED, "both have the same state, which is kept"),
     ("qknorm", frozenset({"layernorm", "rmsnorm"})): Row(RECORDED, "both have the same gains, which are kept"),
 }
@@ -125,18 +126,18 @@ KEYS: dict[str, Row] = {
 AUTO, AUTO_MODES = "stabletrain.stability.precision.auto", ("bf16", "fp16", "fp32")
 """The target of `precision=auto`, and what it chooses from."""
 
-WITHOUT_TRACE = ("resume", "device", "report")
+UNRECORDED_KEYS = ("resume", "device", "report")
 """Keys that a resume does not even record as changed."""
 
-SIMPLY_WATCHES = ("forensics", "monitors", "forecast", "checkpoint", "parallel", "wandb", "stability")
+WATCHING_GROUPS = ("forensics", "monitors", "forecast", "checkpoint", "parallel", "wandb", "stability")
 """Groups that leave every step's result as it is, so that steps from before a change can be replayed after it."""
 
-FAULTS_OUTSIDE = ("none", "kill", "disk_full", "wandb")
+FAULTS_OUTSIDE_STEPS = ("none", "kill", "disk_full", "wandb")
 """Faults of the process, the disk and the network: they change no step either."""
 
-AFTER_A_HALT = ("guard.escalate", "guard.whatif_steps")
+HALT_KEYS = ("guard.escalate", "guard.whatif_steps")
 
-WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *AFTER_A_HALT, *WITHOUT_TRACE)
+WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *HALT_KEYS, *UNRECORDED_KEYS)
 """Keys that leave every step's result as it is."""
 
 RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.")
@@ -162,13 +163,13 @@ class Settings(NamedTuple):
 def settings(cfg: DictConfig, choices: Mapping[str, str]) -> Settings:
     """Returns the settings of a configuration."""
     own = {group: option for group, option in choices.items() if "hydra" not in group}
-    return Settings(own, {key: value for key, value in plain(cfg).items() if key not in WITHOUT_TRACE})
+    return Settings(own, {key: value for key, value in plain(cfg).items() if key not in UNRECORDED_KEYS})
 
 
 def row_of_option(group: str, before: str, now: str) -> Row:
     """Returns the row of a group whose option changes; a group that the table does not have is recorded."""
-    both = BETWEEN.get((group, frozenset({before, now})))
-    one = TO.get((group, now)) or FROM.get((group, before))
+    both = CHANGED_BETWEEN.get((group, frozenset({before, now})))
+    one = CHANGED_TO.get((group, now)) or CHANGED_FROM.get((group, before))
     return both or one or GROUPS.get(group) or Row(RECORDED, "")
 
 
@@ -198,7 +199,7 @@ def changed_keys(before: Settings, now: Settings) -> dict[str, list[Any]]:
         key: [old.get(key), value]
         for key, value in sorted(new.items())
         if (old[key] != value if key in old else key.partition(".")[0] in options)
-        and key not in WITHOUT_TRACE
+        and key not in UNRECORDED_KEYS
         and not key.endswith("_target_")
         and not key.startswith(RENAMED_PARTS)
     }
@@ -210,8 +211,8 @@ def acting(keys: Mapping[str, Any]) -> list[str]:
     Args:
         keys: the old and the new value of each changed key.
     """
-    outside = "faults" in keys and set(keys["faults"]) <= {*FAULTS_OUTSIDE}
-    ignored = (*SIMPLY_WATCHES, "faults") if outside else SIMPLY_WATCHES
+    outside = "faults" in keys and set(keys["faults"]) <= {*FAULTS_OUTSIDE_STEPS}
+    ignored = (*WATCHING_GROUPS, "faults") if outside else WATCHING_GROUPS
     return [key for key in keys if key not in WATCHING_KEYS and key.partition(".")[0] not in ignored]
 
 
@@ -229,10 +230,10 @@ def recorded_settings(folder: Path, step: float) -> Settings | None:
                 if key in choices:
                     choices[key] = value
                 else:
-                    insert(values, key.split("."), value)
+                    set_value(values, key.split("."), value)
     except Exception:  # a record may be damaged in any way; a checkpoint that does not fit is still refused later
         return None
-    return Settings(choices, {str(key): value for key, value in values.items() if key not in WITHOUT_TRACE})
+    return Settings(choices, {str(key): value for key, value in values.items() if key not in UNRECORDED_KEYS})
 
 
 def steps_of_changes(folder: Path) -> list[int]:
@@ -243,7 +244,7 @@ def steps_of_changes(folder: Path) -> list[int]:
         return []
 
 
-def insert(tree: dict[Any, Any], path: list[str], value: Any) -> None:
+def set_value(tree: dict[Any, Any], path: list[str], value: Any) -> None:
     """Sets the value at a path of a nested dict."""
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
@@ -262,13 +263,17 @@ def resumed_folder(resume: str, folder: Path) -> Path | None:
     return folder if resume == "auto" else Path(resume).absolute().parent.parent
 
 
-def kept_precision(cfg: DictConfig, choices: Mapping[str, str], folder: Path) -> str:
+def kept_precision(resume: str, target: str, choices: Mapping[str, str], folder: Path) -> str:
     """Returns the mode that `precision=auto` has chosen for the run that is resumed; empty if there is none.
 
-    For the arguments see `check_resume`.
+    Args:
+        resume: the key's value.
+        target: what the precision's `_target_` names.
+        choices: the option of each config group.
+        folder: the run's own folder.
     """
-    other = resumed_folder(cfg.resume, folder)
-    if other is None or choices.get("precision") != "auto" or cfg.precision.get("_target_") != AUTO:
+    other = resumed_folder(resume, folder)
+    if other is None or choices.get("precision") != "auto" or target != AUTO:
         return ""
     try:
         record = read_run_record(other)
@@ -278,33 +283,33 @@ def kept_precision(cfg: DictConfig, choices: Mapping[str, str], folder: Path) ->
     return found if found in AUTO_MODES and record.get("choices", {}).get("precision") == "auto" else ""
 
 
-def check_resume(cfg: DictConfig, choices: Mapping[str, str], folder: Path, *, unfinished: bool = True) -> None:
+def check_resume(resume: str, now: Settings, folder: Path, *, unfinished: bool = True) -> None:
     """Checks a resume against the table. Call it before anything is built; it does nothing without a resume.
 
     Args:
-        cfg: composed.
-        choices: the option of each config group.
+        resume: the key's value.
+        now: the run's new settings.
         folder: the run folder.
         unfinished: whether to refuse changes of a run that has finished all its steps.
 
     Raises:
         ConfigError: the resume changes what it cannot, or it resumes a finished run without more steps.
     """
-    other = resumed_folder(cfg.resume, folder)
+    other = resumed_folder(resume, folder)
     before = None if other is None else recorded_settings(other, float("inf"))
     if other is None or before is None:
         return
-    changes = changed_keys(before, settings(cfg, choices))
+    changes = changed_keys(before, now)
     # If the option of a group is refused, its keys say nothing more.
     for key in sorted(changes, key=lambda each: each not in GROUPS):
-        then, now = changes[key]
-        if (row := row_of(key, then, now)).kind == REFUSED:
+        then, wanted = changes[key]
+        if (row := row_of(key, then, wanted)).kind == REFUSED:
             raise ConfigError(
-                f"{key}={show(now)}: the run in {other} has {key}={show(then)}, which a resume cannot change: "
+                f"{key}={show(wanted)}: the run in {other} has {key}={show(then)}, which a resume cannot change: "
                 f"{row.text}; resume without it, or: {row.fix.replace('<run>', str(other))}"
             )
-    if cfg.resume == "auto" and changes and unfinished:
-        check_unfinished(other, cfg.steps, changes)
+    if resume == "auto" and changes and unfinished:
+        check_unfinished(other, now.values["steps"], changes)
 
 
 def check_unfinished(folder: Path, steps: int, changes: Mapping[str, Any]) -> None:
@@ -326,11 +331,6 @@ def check_unfinished(folder: Path, steps: int, changes: Mapping[str, Any]) -> No
         )
 
 
-def show(value: Any) -> str:
-    """Formats a value as it is typed on the command line."""
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
-
-
 def override_of(key: str, value: Any) -> str:
     """Returns the override that sets a key; lists without blanks."""
     return f"{key}={without_blanks(value)}"
@@ -339,26 +339,3 @@ def override_of(key: str, value: Any) -> str:
 def without_blanks(value: Any) -> str:
     """Formats a value as it is typed as one word."""
     return f"[{','.join(map(without_blanks, value))}]" if isinstance(value, list) else show(value)
-
-
-def table() -> str:
-    """Returns the table as Markdown, for `docs/resume.md`."""
-    lines = ["| change | kind | what happens |", "|---|---|---|"]
-    for group, row in GROUPS.items():
-        lines.append(f"| `{group}` | {row.kind} | {sentence(row)} |")
-        lines += [
-            f"| `{one}={to}` | {each.kind} | {sentence(each)} |" for (one, to), each in TO.items() if one == group
-        ]
-        left = [(option, each) for (one, option), each in FROM.items() if one == group]
-        lines += [f"| `{group}={option}` to another | {each.kind} | {sentence(each)} |" for option, each in left]
-        for (one, pair), each in BETWEEN.items():
-            if one == group:
-                both = " and ".join(f"`{option}`" for option in sorted(pair))
-                lines.append(f"| `{one}` between {both} | {each.kind} | {sentence(each)} |")
-    lines += [f"| `{key}` | {row.kind} | {sentence(row)} |" for key, row in KEYS.items()]
-    return "\n".join(lines)
-
-
-def sentence(row: Row) -> str:
-    """Returns the text of a row, and for a refusal the fix."""
-    return f"{row.text}; {row.fix}" if row.fix else row.text

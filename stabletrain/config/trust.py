@@ -23,17 +23,18 @@ from stabletrain.config.moved import now, updated
 from stabletrain.program import conf_folder
 from stabletrain.stored.trusted import check_trusted, remember
 
-HARMLESS = frozenset({"hydra/launcher", "hydra/sweeper"})
+HARMLESS_SETTINGS = frozenset({"hydra/launcher", "hydra/sweeper"})
 """Settings of Hydra that choose an installed launcher or sweeper; the others run code, or name folders to write."""
 
-PLAIN = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
+PLAIN_INTERPOLATION = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
 """Interpolations that give the value of another key, or of an environment variable."""
 
 
-def remember_config(cfg: Any) -> None:
+def remember_config(tree: Any) -> None:
     """Trusts a configuration of this user's, if it names anything that is not known anyway."""
-    if foreign_target(OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg):
-        remember(OmegaConf.to_container(cfg, resolve=False) if isinstance(cfg, DictConfig) else cfg)
+    resolved, raw = resolved_and_raw(tree)
+    if foreign_target(resolved):
+        remember(raw)
 
 
 def remember_arguments(options: Sequence[str], overrides: Sequence[str]) -> None:
@@ -42,17 +43,22 @@ def remember_arguments(options: Sequence[str], overrides: Sequence[str]) -> None
         remember([[*options], [*overrides]])
 
 
-def check_config(cfg: Any, file: Path) -> None:
+def check_config(tree: Any, file: Path) -> None:
     """Checks a recorded configuration; see `check_trusted`.
 
     Args:
-        cfg: an OmegaConf container, or plain values.
+        tree: an OmegaConf container, or plain values.
         file: that holds it.
     """
-    plain, raw = cfg, cfg
-    if isinstance(cfg, DictConfig):
-        plain, raw = OmegaConf.to_container(cfg, resolve=True), OmegaConf.to_container(cfg, resolve=False)
-    check_trusted(raw, foreign_target(plain), file)
+    resolved, raw = resolved_and_raw(tree)
+    check_trusted(raw, foreign_target(resolved), file)
+
+
+def resolved_and_raw(tree: Any) -> tuple[Any, Any]:
+    """Returns the plain values of a configuration, with its interpolations resolved and as they are written."""
+    if not isinstance(tree, DictConfig):
+        return tree, tree
+    return OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree, resolve=False)
 
 
 def check_arguments(options: Sequence[str], overrides: Sequence[str], file: Path) -> None:
@@ -139,7 +145,7 @@ def is_foreign(override: str) -> bool:
 
     An option of a group that is a path counts too: Hydra would read a file outside the folder of the group.
     """
-    if "${" in PLAIN.sub("", override):  # such as oc.decode, which makes a dict of a text
+    if "${" in PLAIN_INTERPOLATION.sub("", override):  # such as oc.decode, which makes a dict of a text
         return True
     try:
         [parsed] = OverridesParser.create().parse_overrides([override])
@@ -147,7 +153,7 @@ def is_foreign(override: str) -> bool:
         return True
     key = parsed.key_or_group
     if key.startswith(("hydra.", "hydra/")) or key == "hydra":
-        return key not in HARMLESS or "/" in override.partition("=")[2]
+        return key not in HARMLESS_SETTINGS or "/" in override.partition("=")[2]
     if ("/" in key or os.path.isdir(conf_folder() / key)) and "/" in override.partition("=")[2]:
         return True
     if parsed.is_sweep_override():

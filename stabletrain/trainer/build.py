@@ -26,7 +26,7 @@ from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
 from stabletrain.config import trust
 from stabletrain.config.arguments import SWEEP, job_overrides, key_of, parse_arguments
 from stabletrain.config.make import leaves, make, plain
-from stabletrain.config.resuming import acting, check_resume
+from stabletrain.config.resuming import acting, check_resume, settings
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.data.to_device import ToDevice
 from stabletrain.errors import ConfigError
@@ -110,7 +110,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     """
     # the process comes first: determinism must be set up before CUDA starts
     process = start_process(cfg, folder)
-    run_on_main(process.ranks, lambda: check_resume(cfg, process.choices, folder))
+    run_on_main(process.ranks, lambda: check_resume(cfg.resume, settings(cfg, process.choices), folder))
     guard, clipping = make(cfg, "guard", option_roles.GuardOption), make(cfg, "clipping", option_roles.ClippingOption)
     monitors, faults = (
         make(cfg, "monitors", option_roles.MonitorsOption),

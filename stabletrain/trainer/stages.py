@@ -121,8 +121,9 @@ def start_process(cfg: DictConfig, folder: Path) -> Process:
     switches = determinism.prepare()  # before `choose_device`, which starts CUDA
     device = hardware.choose_device(cfg.device, ranks.local_rank, ranks.local_world_size)
     # `precision=auto` of a resumed run stays what it was, on whichever card the run continues.
-    resuming = cfg.resume != "none"
-    kept = run_on_main(ranks, lambda: kept_precision(cfg, choices, folder)) if resuming else ""
+    kept, target = "", cfg.precision.get("_target_")
+    if cfg.resume != "none":
+        kept = run_on_main(ranks, lambda: kept_precision(cfg.resume, target, choices, folder))
     given = {"kept": kept} if kept else {}
     precision = make(cfg, "precision", option_roles.PrecisionOption, device=device, **given)
     precision.prepare()

@@ -15,7 +15,7 @@ from stabletrain.config.arguments import (
     quoted,
     with_overrides,
 )
-from stabletrain.config.resuming import WITHOUT_TRACE, Settings, override_of, recorded_settings
+from stabletrain.config.resuming import UNRECORDED_KEYS, Settings, override_of, recorded_settings
 from stabletrain.errors import ConfigError
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import RunRecord, read_run_record
@@ -131,5 +131,5 @@ def changed_by(record: RunRecord, step: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for change in record.get("changes", []):
         if change["step"] <= step:
-            found |= {key: now for key, (_, now) in change["keys"].items() if key not in WITHOUT_TRACE}
+            found |= {key: now for key, (_, now) in change["keys"].items() if key not in UNRECORDED_KEYS}
     return found

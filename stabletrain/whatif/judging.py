@@ -31,8 +31,9 @@ def judged(arm: Arm, base: BaseRun) -> Arm:
     try:
         with composed(base.resumed(checkpoint, arm.overrides, base.run / "whatif"), conf_folder()) as (cfg, choices):
             check(cfg)
-            check_resume(cfg, choices, Path(cfg.resume))
-            changes = changed_keys(base.settings, settings(cfg, choices))
+            now = settings(cfg, choices)
+            check_resume(cfg.resume, now, Path(cfg.resume))
+            changes = changed_keys(base.settings, now)
     except ConfigError as error:
         return replace(arm, refused=str(error))
     if arm.name != NOTHING and not acting(changes):

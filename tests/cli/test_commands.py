@@ -333,7 +333,7 @@ def test_a_seed_beyond_64_bits_is_refused(trained, capsys, seed):
 
 
 def test_more_tokens_than_a_user_waits_for_are_refused(trained, capsys):
-    assert main(["sample", str(trained), f"--tokens={commands.MOST_TOKENS + 1}"]) == 2
+    assert main(["sample", str(trained), f"--tokens={commands.MAX_TOKENS + 1}"]) == 2
     assert "--tokens 1000001 is above 1,000,000" in capsys.readouterr().err
 
 

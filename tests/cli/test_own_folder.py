@@ -7,7 +7,7 @@ import pytest
 from hydra import compose
 from hydra._internal.callbacks import Callbacks
 
-from stabletrain.cli.own_folder import created, named_by_time
+from stabletrain.cli.own_folder import create_unique, named_by_time
 from stabletrain.config.arguments import Arguments
 from stabletrain.config.jobs import hydra
 from tests.runs import CONF
@@ -50,7 +50,7 @@ def test_a_name_that_cannot_be_resolved_is_left_to_hydra():
 
 def test_a_folder_that_cannot_be_created_is_left_to_the_run(tmp_path):
     (tmp_path / "file").write_text("")
-    assert created(tmp_path / "file" / "run") == tmp_path / "file" / "run"
+    assert create_unique(tmp_path / "file" / "run") == tmp_path / "file" / "run"
 
 
 def test_a_sweep_is_named_by_the_time_too():

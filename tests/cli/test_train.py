@@ -34,39 +34,41 @@ MISTAKES = {
     "max_norm=1": "max_norm: there is no such key; did you mean clipping.max_norm?",
     "clipping=norn": "clipping=norn: there is no such option; did you mean norm?\n"
     "options of clipping: adagc, agc, none, norm, per_module, value, zclip",
-    "steps=abc": "steps=abc is not a whole number: the default is 1000",
-    "steps=1e3": "steps=1000.0 is not a whole number: write steps=1000",
-    "steps=0": "steps=0 is below 1",
-    "warmup.steps=nan": "warmup.steps=nan is not a whole number: the default is null",
-    "warmup.steps=2.5": "warmup.steps=2.5 is not a whole number: the default is null",
-    "eval_batches=abc": "eval_batches=abc is not a whole number: the default is null",
-    "optimizer.betas=[0.9,abc]": "optimizer.betas=[0.9, 'abc'] is not a list of numbers: the default is [0.9, 0.95]",
-    "precision.fp32_modules=head": "precision.fp32_modules=head is not a list of strings: "
-    "write precision.fp32_modules=[head]",
+    "steps=abc": "steps=abc is not a whole number; fix: steps=1000, the default",
+    "steps=1e3": "steps=1000.0 is not a whole number; fix: steps=1000",
+    "steps=0": "steps=0 is below 1; fix: steps=1 or more",
+    "warmup.steps=nan": "warmup.steps=nan is not a whole number; fix: warmup.steps=null, the default",
+    "warmup.steps=2.5": "warmup.steps=2.5 is not a whole number; fix: warmup.steps=null, the default",
+    "eval_batches=abc": "eval_batches=abc is not a whole number; fix: eval_batches=null, the default",
+    "optimizer.betas=[0.9,abc]": "optimizer.betas=[0.9, 'abc'] is not a list of numbers; "
+    "fix: optimizer.betas=[0.9, 0.95], the default",
+    "precision.fp32_modules=head": "precision.fp32_modules=head is not a list of strings; "
+    "fix: precision.fp32_modules=[head]",
     "optimizer.lr=1e-3,1e-1": "optimizer.lr=1e-3,1e-1: these are several values: "
     "to sweep over them, add -m (python train.py -m ...)",
     "optimizer=muon,spam": "optimizer=muon,spam: these are several values: "
     "to sweep over them, add -m (python train.py -m ...)",
     "data.length_warmup=2000": "data.length_warmup=2000 >= steps=1000: samples never reach their full length; "
-    "lower data.length_warmup or raise steps",
+    "fix: lower data.length_warmup or raise steps",
     "model=resnet20 data=digits stability=full": "stability=full sets qknorm=layernorm, which does nothing with "
-    "model=resnet20, because the model has no attention: use stability=none zloss=palm clipping=zclip "
+    "model=resnet20, because the model has no attention; fix: stability=none zloss=palm clipping=zclip "
     "optimizer=stable_adamw, or a model whose YAML has `qknorm: ${qknorm}`",
     "qkclip=kimi stability=v100": "stability=v100 sets qknorm=layernorm, which removes the scale of the projections "
-    "that qkclip=kimi clips, so qkclip has no effect: use qkclip=none, or qknorm=none",
+    "that qkclip=kimi clips, so qkclip has no effect; fix: qkclip=none, or qknorm=none",
     "qkclip=kimi qknorm=rmsnorm": "qknorm=rmsnorm removes the scale of the projections that qkclip=kimi clips, so "
-    "qkclip has no effect: use qkclip=none, or qknorm=none",
-    "steps=true": "steps=true is not a whole number: the default is 1000",
-    "optimizer.fused=1": "optimizer.fused=1 is not true or false: the default is true",
-    "optimizer.lr=null": "optimizer.lr=null is not a number: the default is 0.003",
-    "optimizer.betas=0.9": "optimizer.betas=0.9 is not a list of numbers: the default is [0.9, 0.95]",
-    "+foo=1": "foo=1: there is no such key",
-    "~guard": "guard was removed: to turn a group off, use its option that does nothing, such as none or off",
+    "qkclip has no effect; fix: qkclip=none, or qknorm=none",
+    "steps=true": "steps=true is not a whole number; fix: steps=1000, the default",
+    "optimizer.fused=1": "optimizer.fused=1 is not true or false; fix: optimizer.fused=true, the default",
+    "optimizer.lr=null": "optimizer.lr=null is not a number; fix: optimizer.lr=0.003, the default",
+    "optimizer.betas=0.9": "optimizer.betas=0.9 is not a list of numbers; "
+    "fix: optimizer.betas=[0.9, 0.95], the default",
+    "+foo=1": "foo=1: there is no such key; fix: leave it out",
+    "~guard": "guard was removed; fix: to turn a group off, use its option that does nothing, such as none or off",
     "init=null": "init=null: to turn a group off, use its option that does nothing, such as none or off",
     "steps=[": "the command line cannot be read: no viable alternative at input '['\n"
     "quote values with special characters: \"data.path='a=b, c.txt'\"",
     "steps": "steps: a value is missing: write steps=<value>",
-    "seed=-1": "seed=-1 is outside [0, 2^63)",
+    "seed=-1": "seed=-1 is outside [0, 2^63); fix: seed=0 or more",
     "resume=": "resume= has no value: use auto, none, a run folder or a checkpoint",
     "model.num_classes=2": "model.num_classes: the chosen model has no such key; "
     "it belongs to model=nf_resnet20, model=resnet18, model=resnet20, model=resnet50",
@@ -77,9 +79,9 @@ MISTAKES = {
     "warmup.steps=2000": "warmup.steps=2000 >= steps=1000: the peak learning rate is never reached; "
     "lower warmup.steps or raise steps",
     "warmup.steps=0": "warmup.steps=0 is below 1: use warmup=none for no warmup",
-    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches: use batch_size=15 or "
+    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches; fix: batch_size=15 or "
     "18",
-    "model=resnet20": "data=stdlib is for tokens, model=resnet20 reads images: use data=digits or data=cifar10, "
+    "model=resnet20": "data=stdlib is for tokens, model=resnet20 reads images; fix: data=digits or data=cifar10, "
     "or a model for tokens such as model=gpt_nano",
     "--steps 100": "--steps 100: keys are written without dashes: steps=100",
     "--lr=1e-3 --config-dir .": "--lr 1e-3: keys are written without dashes: optimizer.lr=1e-3",

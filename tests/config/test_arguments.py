@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from stabletrain.config import trust
 from stabletrain.config.arguments import (
-    LAUNCH,
+    LAUNCH_VARIABLE,
     Arguments,
     check_folders,
     job_overrides,
@@ -237,7 +237,7 @@ def test_a_job_arrays_record_is_read_too(tmp_path):
 @pytest.fixture
 def typed(monkeypatch):
     """A start by `python train.py seed=1 resume=none`, outside of torchrun and Slurm."""
-    for name in (LAUNCH, "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR"):
+    for name in (LAUNCH_VARIABLE, "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "train.py", "seed=1", "resume=none"])
@@ -266,7 +266,7 @@ def test_several_ranks_are_continued_by_torchrun(typed):
 
 
 def test_a_slurm_job_is_continued_by_its_launcher(typed):
-    typed.setenv(LAUNCH, "slurm/launch.sh 'my cluster'")
+    typed.setenv(LAUNCH_VARIABLE, "slurm/launch.sh 'my cluster'")
     assert resume_command(Ranks(), Path("run")).endswith("otherwise: slurm/launch.sh 'my cluster' resume=run")
 
 

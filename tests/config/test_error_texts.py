@@ -4,7 +4,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from stabletrain.config.arguments import parse_arguments
-from stabletrain.config.error_texts import explain, has, nearest, own_folders, unknown_option
+from stabletrain.config.error_texts import explain, has_key, own_folders, suggestion, unknown_option
 from stabletrain.program import conf_folder
 
 FILES = {
@@ -111,13 +111,13 @@ def test_own_folders_are_found_in_each_spelling():
 
 
 def test_only_whole_keys_of_a_yaml_count(conf):
-    assert has(conf / "optimizer" / "sgd.yaml", "momentum")
-    assert not has(conf / "optimizer" / "sgd.yaml", "moment")
+    assert has_key(conf / "optimizer" / "sgd.yaml", "momentum")
+    assert not has_key(conf / "optimizer" / "sgd.yaml", "moment")
 
 
 def test_nothing_is_proposed_that_is_not_close():
-    assert nearest("steps", ["seed", "device"]) == ""
-    assert nearest("clipping.lr", ["optimizer.lr"]) == "", "a name with its group is not looked for elsewhere"
+    assert suggestion("steps", ["seed", "device"]) == ""
+    assert suggestion("clipping.lr", ["optimizer.lr"]) == "", "a name with its group is not looked for elsewhere"
 
 
 @pytest.mark.parametrize(

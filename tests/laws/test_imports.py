@@ -91,7 +91,7 @@ ONLY = {
 TORCH_FREE = ["__init__", "errors", "printable", "program", "parallel/ranks", "parallel/failure_report"]
 TORCH_FREE += ["machine/torch_builds", "cli/train", "cli/commands", "weights/place"]
 TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "interpolation", "make", "moved")]
-TORCH_FREE += ["config/resuming"]
+TORCH_FREE += ["config/composed", "config/resuming", "config/rules"]
 TORCH_FREE += [f"cli/sweep/{name}" for name in ("lines", "member", "plan")]
 
 

@@ -210,7 +210,7 @@ def test_an_error_of_one_rank_is_said_by_it_and_told_by_the_other(tmp_path):
 
 
 REFUSED = {
-    "batch_size=5": "batch_size=5 does not divide among 2 ranks x grad_accum_steps=1: use batch_size=4 or 6",
+    "batch_size=5": "batch_size=5 does not divide among 2 ranks x grad_accum_steps=1; fix: batch_size=4 or 6",
     "optimiser=muon": "optimiser",
 }
 

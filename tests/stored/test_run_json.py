@@ -9,7 +9,7 @@ from stabletrain.cli.sweep import lines, plan
 from stabletrain.comparison.pages.one_run import write_run_page
 from stabletrain.comparison.reading.columns import read_columns
 from stabletrain.comparison.reading.runs import read_run
-from stabletrain.config.arguments import arguments_of, newest_of_same, parse_arguments, sweep_arguments
+from stabletrain.config.arguments import arguments_of, newest_of_same_command, parse_arguments, sweep_arguments
 from stabletrain.config.resuming import check_unfinished, recorded_settings, steps_of_changes
 from stabletrain.tracking.metrics import Metrics, read_jsonl
 from stabletrain.tracking.run_folder import RunFolder
@@ -75,13 +75,13 @@ def test_a_damaged_record_is_not_that_of_a_command_without_overrides(tmp_path, m
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "run.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    assert newest_of_same(parse_arguments([])) is None
+    assert newest_of_same_command(parse_arguments([])) is None
     (folder / ".hydra").mkdir()
     (folder / ".hydra" / "overrides.yaml").write_text("- seed=1\n- steps=5\n")
-    assert newest_of_same(parse_arguments([])) is None
-    assert newest_of_same(parse_arguments(["seed=1", "steps=5"])) == "outputs/2026-01-01/10-00-00"
+    assert newest_of_same_command(parse_arguments([])) is None
+    assert newest_of_same_command(parse_arguments(["seed=1", "steps=5"])) == "outputs/2026-01-01/10-00-00"
     (folder / ".hydra" / "overrides.yaml").write_text("a: [5")
-    assert newest_of_same(parse_arguments(["seed=1", "steps=5"])) is None
+    assert newest_of_same_command(parse_arguments(["seed=1", "steps=5"])) is None
 
 
 @pytest.mark.parametrize(

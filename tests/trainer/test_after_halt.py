@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stabletrain.config.arguments import LAUNCH, parse_arguments
+from stabletrain.config.arguments import LAUNCH_VARIABLE, parse_arguments
 from stabletrain.trainer.after_halt import after_halt
 from tests.runs import TINY_GPT, TINY_RESNET, command
 
@@ -17,7 +17,7 @@ VALUES = {"optimizer.lr": 0.3, "warmup.steps": 10, "guard.max_consecutive": 5, "
 @pytest.fixture
 def halted(tmp_path, monkeypatch):
     """Returns the lines after a halt of a run whose newest incident has these fixes."""
-    for name in (LAUNCH, "RANK", "WORLD_SIZE"):
+    for name in (LAUNCH_VARIABLE, "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["train.py"])
     monkeypatch.setattr("sys.orig_argv", ["python", "train.py"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.config.arguments import LAUNCH, parse_arguments
+from stabletrain.config.arguments import LAUNCH_VARIABLE, parse_arguments
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 from stabletrain.stability.guard import NoGuard, RollbackGuard, SkipGuard
@@ -35,7 +35,7 @@ from tests.trainer.given import CPU, FP32
 @pytest.fixture(autouse=True)
 def plain_start(monkeypatch):
     """Started by python, not by torchrun or Slurm."""
-    for name in (LAUNCH, "RANK", "WORLD_SIZE"):
+    for name in (LAUNCH_VARIABLE, "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["train.py"])
 

@@ -12,7 +12,7 @@ from hydra.errors import ConfigCompositionException
 
 from stabletrain.config.arguments import Arguments, merged, parse_arguments
 from stabletrain.config.checks import check
-from stabletrain.config.resuming import NEW_STATE, REFUSED, check_resume, row_of_option
+from stabletrain.config.resuming import NEW_STATE, REFUSED, check_resume, row_of_option, settings
 from stabletrain.errors import ConfigError
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
@@ -123,7 +123,7 @@ def test_every_option_does_what_the_table_says(tmp_path, bases, name, group, opt
 def resumed(folder, *overrides):
     """Resumes a run as `cli/train.py` does."""
     with composed(*overrides) as cfg:
-        check_resume(cfg, HydraConfig.get().runtime.choices, folder)
+        check_resume(cfg.resume, settings(cfg, HydraConfig.get().runtime.choices), folder)
         check(cfg)
         job = build(cfg, folder)
         train(job)

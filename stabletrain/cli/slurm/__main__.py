@@ -1,21 +1,21 @@
 """`slurm/launch.sh`: reads the request, creates the run folders, and submits one job per GPU type."""
 
-import os
 import shlex
 import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from stabletrain.cli import hydra_patches
 from stabletrain.cli.slurm.request import Card, Request, check_checkout, read_cluster, read_request
 from stabletrain.cli.slurm.runs import Runs, environment_notes, expand
 from stabletrain.cli.slurm.script import Job, script
-from stabletrain.cli.sweep.plan import FINISHED, status_of
+from stabletrain.cli.sweep.plan import FINAL_STATUSES, status_of
 from stabletrain.config import trust
 from stabletrain.config.arguments import (
     Arguments,
     merged,
-    newest_of_same,
+    newest_of_same_command,
     parse_arguments,
     recorded_arguments,
     sweep_arguments,
@@ -28,7 +28,7 @@ from stabletrain.tracking.metrics import replace
 
 def main() -> int:
     """Submits the jobs, or with `--dry-run` prints their scripts; returns the exit code, 2 for an invalid request."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    hydra_patches.raise_errors()
     try:
         check_checkout("submit with its slurm/launch.sh")
         request = read_request(sys.argv[1:])
@@ -75,7 +75,7 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     jobs = []
     for card in cards:
         where = runs.folder / card.name if len(cards) > 1 else runs.folder
-        tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in FINISHED)]
+        tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in FINAL_STATUSES)]
         jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
     if not any(job.folders for job in jobs):
         raise ConfigError(f"every run in {runs.folder} is done: there is nothing to continue")
@@ -103,7 +103,7 @@ def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
     key = "hydra.sweep.dir" if typed.sweeps else "hydra.run.dir"
     if resume == "auto":
         part = request.cards[0] if len(request.cards) > 1 else "."  # one subfolder per GPU type
-        named = typed.value(key) or newest_of_same(typed, part)
+        named = typed.value(key) or newest_of_same_command(typed, part)
         found = Path(named) if named else None
         if found is None:
             say("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)

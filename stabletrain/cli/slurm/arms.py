@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stabletrain.cli.slurm.request import Card, Request, add_job_options, check_checkout, read_cluster
-from stabletrain.cli.slurm.script import ROOT, Job, beginning, start
+from stabletrain.cli.slurm.script import ROOT, Job, first_lines, last_lines
 from stabletrain.config.arguments import Arguments
 from stabletrain.errors import ConfigError
 from stabletrain.machine.slurm import has_slurm
@@ -41,12 +41,12 @@ class ArmJob:
                 or a line break.
         """
         job = Job(self.card, folder, [*range(len(arms))], [], [], Path.cwd())
-        lines = [*beginning(job, self.request, "stabletrain whatif"), 'case "$SLURM_ARRAY_TASK_ID" in']
+        lines = [*first_lines(job, self.request, "stabletrain whatif"), 'case "$SLURM_ARRAY_TASK_ID" in']
         lines += [f"  {number}) folder={shlex.quote(str(arm))} ;;" for number, arm in enumerate(arms)]
         # An arm that has no checkpoint yet begins anew, in an empty folder.
         lines += ["esac", f'notes_folder={shlex.quote(str(folder))}/"$SLURM_ARRAY_TASK_ID"']
         lines.append(f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}")
-        lines += start(job, self.request, '-m stabletrain.whatif.task "$notes_folder/leg.json"')
+        lines += last_lines(job, self.request, '-m stabletrain.whatif.task "$notes_folder/leg.json"')
         return "\n".join(lines) + "\n"
 
 

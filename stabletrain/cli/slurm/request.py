@@ -58,16 +58,16 @@ class Card:
     own_environment: bool = False
 
 
-KEYS = [field.name for field in fields(Card) if field.name not in ("name", "own_environment")]
+CARD_KEYS = [field.name for field in fields(Card) if field.name not in ("name", "own_environment")]
 
-ENVIRONMENT = ("environment", "python", "modules")
+ENVIRONMENT_KEYS = ("environment", "python", "modules")
 """Keys that choose a job's Python, and so its build of PyTorch."""
 
-COUNTS = {"gpus_per_node": 1, "cpus_per_gpu": 1, "notice": 30}
+MIN_COUNTS = {"gpus_per_node": 1, "cpus_per_gpu": 1, "notice": 30}
 """Keys whose values are integers, and their minimum. Slurm checks time limits every 30 seconds."""
 
 
-OF_JOB = (
+SRUN_OPTIONS_OF_JOB = (
     *("-n", "--ntasks", "--ntasks-per-node", "-N", "--nodes", "-w", "--nodelist", "-x", "--exclude"),
     *("-r", "--relative", "-c", "--cpus-per-task", "-K", "--kill-on-bad-exit", "--multi-prog", "--pty"),
     *("--gpus-per-task", "--ntasks-per-gpu", "-D", "--chdir", "--export"),
@@ -99,7 +99,8 @@ def srun_options(lines: str, where: str = "srun") -> list[str]:
         ):
             raise ConfigError(f"{where}: {line} is not one option: write one per line, and quote a value with spaces")
         name = option.partition("=")[0] if option.startswith("--") else option[:2]
-        if any(each.startswith(name) for each in OF_JOB):  # srun also accepts the first letters of a long option
+        # srun also accepts the first letters of a long option
+        if any(each.startswith(name) for each in SRUN_OPTIONS_OF_JOB):
             raise ConfigError(f"{where}: {option} changes what slurm/job.sh sets or relies on: leave it out")
         options += words
     return options
@@ -121,13 +122,13 @@ def read_cluster(file: Path, name: str) -> Card:
     if name not in config:
         raise ConfigError(f"--gpu {name} is not in {file}, which has {', '.join(config.sections())}: add it there")
     for key, value in config[name].items():
-        if key not in KEYS:
-            hint = did_you_mean(key, KEYS) or f"; there are {', '.join(KEYS)}"
+        if key not in CARD_KEYS:
+            hint = did_you_mean(key, CARD_KEYS) or f"; there are {', '.join(CARD_KEYS)}"
             raise ConfigError(f"{file}: [{name}] {key}: there is no such key{hint}")
-        if value and key in COUNTS and (not value.isdecimal() or int(value) < COUNTS[key]):
-            raise ConfigError(f"{file}: [{name}] {key} = {value} is not a whole number of at least {COUNTS[key]}")
+        if value and key in MIN_COUNTS and (not value.isdecimal() or int(value) < MIN_COUNTS[key]):
+            raise ConfigError(f"{file}: [{name}] {key} = {value} is not a whole number of at least {MIN_COUNTS[key]}")
     shared = config.defaults()
-    own = any(config[name].get(key) and config[name][key] != shared.get(key) for key in ENVIRONMENT)
+    own = any(config[name].get(key) and config[name][key] != shared.get(key) for key in ENVIRONMENT_KEYS)
     card = Card(name, **{key: value for key, value in config[name].items() if value}, own_environment=own)
     if card.time:
         seconds(card.time)
@@ -151,12 +152,12 @@ def check_checkout(then: str) -> None:
         )
 
 
-TIME = re.compile(
+TIME_FORMATS = re.compile(
     r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?|(?P<short>\d+(?::\d+){0,2}))"
 )
 """Slurm's time formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, and so on."""
 
-HYDRAS = {"--config-dir": "-cd", "--config-name": "-cn", "--config-path": "-cp"}
+PASSED_ON_OPTIONS = {"--config-dir": "-cd", "--config-name": "-cn", "--config-path": "-cp"}
 """Hydra options that are passed on to `train.py`."""
 
 EXAMPLES = """\
@@ -240,7 +241,7 @@ def seconds(time: str) -> int | None:
     """
     if time.lower() in ("infinite", "unlimited"):
         return None
-    found = TIME.fullmatch(time)
+    found = TIME_FORMATS.fullmatch(time)
     if not found:
         raise ConfigError(f"--time {time} is not a time: use minutes, hours:minutes:seconds or days-hours:minutes")
     if short := found["short"]:
@@ -273,7 +274,7 @@ def parser() -> Parser:
     made.add_argument("--parallel-jobs", type=one, metavar="N", help="with -m: parallel runs per GPU type")
     made.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
     made.add_argument("-m", "--multirun", action="store_true", help="every combination of comma-separated values")
-    for long, short in HYDRAS.items():
+    for long, short in PASSED_ON_OPTIONS.items():
         made.add_argument(short, long, action="append", help=argparse.SUPPRESS)
     made.add_argument("overrides", nargs="*", help="what train.py takes: precision=bf16, optimizer.lr=1e-3")
     return made
@@ -310,7 +311,7 @@ def read_request(typed: Sequence[str]) -> Request:
             f"--parallel-jobs {found.parallel_jobs}: without -m there is one job: leave it out, or add -m"
         )
     options = ["-m"] if found.multirun else []
-    for long in HYDRAS:
+    for long in PASSED_ON_OPTIONS:
         for value in getattr(found, long[2:].replace("-", "_")) or []:
             options += [long, value]
     return Request(

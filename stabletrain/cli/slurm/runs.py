@@ -18,7 +18,8 @@ from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import check, check_ranks
 from stabletrain.config.error_texts import explain
 from stabletrain.config.jobs import hydra
-from stabletrain.config.resuming import check_resume
+from stabletrain.config.make import plain
+from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import ConfigError
 from stabletrain.machine.torch_builds import DEFAULT_CAPABILITY, LEGACY_PACKAGES
 from stabletrain.parallel.ranks import Ranks
@@ -65,9 +66,9 @@ def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Pat
     try:
         with hydra(arguments, conf_folder()) as name:
             if not arguments.sweeps:
-                cfg: Any = checked(name, arguments.overrides, cards, resumed)
-                return Runs(Path(cfg.hydra.run.dir), [arguments.overrides], None, notes(cfg, cards))
-            return swept(name, arguments, cards, resumed)
+                folder, notes = checked_run(name, arguments.overrides, cards, resumed)
+                return Runs(folder, [arguments.overrides], None, notes)
+            return sweep_runs(name, arguments, cards, resumed)
     except ConfigError:
         raise
     except Exception as error:
@@ -76,7 +77,7 @@ def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Pat
         raise ConfigError(message) from error
 
 
-def swept(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> Runs:
+def sweep_runs(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> Runs:
     """Expands and checks the runs of a sweep."""
     found = grid(name, arguments.overrides)
     sweep, runs = found.cfg, found.runs
@@ -93,18 +94,20 @@ def swept(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Se
     said: dict[str, None] = {}
     for number, run in enumerate(runs):
         try:
-            cfg = checked(name, run, cards, [folder / str(number) for folder in resumed])
+            _, notes = checked_run(name, run, cards, [folder / str(number) for folder in resumed])
         except Exception as error:
             message = str(error) if isinstance(error, ConfigError) else explain(error, conf_folder(), arguments)
             if message is None:
                 raise
             raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {message}") from error
-        said |= dict.fromkeys(notes(cfg, cards))
+        said |= dict.fromkeys(notes)
     return Runs(Path(sweep.hydra.sweep.dir), runs, sweep, list(said))
 
 
-def checked(name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> DictConfig:
-    """Composes one run's configuration, including Hydra's part, and applies the checks of `train.py`.
+def checked_run(
+    name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path] = ()
+) -> tuple[Path, list[str]]:
+    """Composes one run's configuration, and applies the checks of `train.py`.
 
     Args:
         name: the configuration's name.
@@ -112,31 +115,35 @@ def checked(name: str, overrides: Sequence[str], cards: Mapping[str, int], resum
         cards: processes per run, by GPU type.
         resumed: the folders in which it is continued; some may not hold a run yet.
 
+    Returns:
+        its folder, and lines of advice.
+
     Raises:
         ConfigError: the configuration is invalid, or unsupported on one of the GPU types.
     """
     cfg: Any = compose(name, [*overrides], return_hydra_config=True)
     # `check` reads the group choices from the global HydraConfig.
     HydraConfig.instance().set_config(cfg)
+    choices = cfg.hydra.runtime.choices
     mine: Any = cfg.copy()
     with open_dict(mine):
         del mine["hydra"]
     mine.resume = "auto" if resumed else mine.resume
     for folder in resumed:
-        check_resume(mine, cfg.hydra.runtime.choices, folder, unfinished=False)
+        check_resume(mine.resume, settings(mine, choices), folder, unfinished=False)
     check(mine)
-    precision = cfg.hydra.runtime.choices.get("precision")
+    precision, values = choices.get("precision"), plain(mine)
     for card, processes in cards.items():
-        check_processes(cfg, card, processes)
+        check_processes(values, choices.get("parallel"), card, processes)
         if card in BEFORE_AMPERE and precision in NEEDS_AMPERE:
             raise ConfigError(
                 f"precision={precision} on --gpu {card}, which has neither bf16 nor TF32: use stability=v100 for a GPT "
                 "(fp16, QK-norm, z-loss), precision=fp16, or precision=auto, which takes what each card has"
             )
-    return cfg
+    return Path(cfg.hydra.run.dir), advice(choices, values["model"].get("modality"), cards)
 
 
-def check_processes(cfg: Any, card: str, processes: int) -> None:
+def check_processes(values: Mapping[str, Any], kind: str, card: str, processes: int) -> None:
     """Checks that the run can be split over this number of processes.
 
     Raises:
@@ -144,10 +151,9 @@ def check_processes(cfg: Any, card: str, processes: int) -> None:
     """
     asked = f"--gpu {card} with {processes} process{'es' if processes > 1 else ''} (--nodes x --gpus-per-node)"
     try:
-        check_ranks(cfg, Ranks(world_size=processes))
+        check_ranks(values, Ranks(world_size=processes))
     except ConfigError as error:
         raise ConfigError(f"{asked}: {error}") from None
-    kind = cfg.hydra.runtime.choices.get("parallel")
     if processes == 1 and kind in ("ddp", "fsdp"):
         raise ConfigError(
             f"{asked}: parallel={kind} needs several processes: request more with --nodes or --gpus-per-node, or use "
@@ -155,12 +161,11 @@ def check_processes(cfg: Any, card: str, processes: int) -> None:
         )
 
 
-def notes(cfg: Any, cards: Iterable[str]) -> list[str]:
-    """Returns advice to print before the run is queued."""
-    choices = cfg.hydra.runtime.choices
+def advice(choices: Mapping[str, str], modality: str, cards: Iterable[str]) -> list[str]:
+    """Returns lines to print before the run is queued."""
     old = [card for card in cards if card in BEFORE_AMPERE]
-    gpt = cfg.model.get("modality") == "tokens"
-    if old and gpt and choices.get("stability") == "none" and choices.get("precision") in ("auto", "fp16"):
+    fp16 = choices.get("precision") in ("auto", "fp16")
+    if old and modality == "tokens" and choices.get("stability") == "none" and fp16:
         return [f"note     {', '.join(old)} trains in fp16: stability=v100 is the preset that keeps a GPT stable in it"]
     if choices.get("precision") == "fp8":
         return [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stabletrain.cli.slurm.request import Card, Request, seconds, srun_options
-from stabletrain.config.arguments import LAUNCH
+from stabletrain.config.arguments import LAUNCH_VARIABLE
 from stabletrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -45,7 +45,7 @@ def script(job: Job, request: Request) -> str:
         ConfigError: the time limit is not longer than the notice, or the folder's name contains quotes, a backslash or
             a line break.
     """
-    lines = beginning(job, request, "slurm/launch.sh")
+    lines = first_lines(job, request, "slurm/launch.sh")
     folder = shlex.quote(str(job.folder))
     if job.tasks:
         lines.append('case "$SLURM_ARRAY_TASK_ID" in')
@@ -54,13 +54,13 @@ def script(job: Job, request: Request) -> str:
     else:
         lines += [f"overrides=({shlex.join(job.overrides[0])})", f"folder={folder}"]
     again = shlex.join([str(ROOT / "slurm" / "launch.sh"), *request.options(job.card.name)])
-    lines.append(f"export {LAUNCH}={shlex.quote(again)}")
+    lines.append(f"export {LAUNCH_VARIABLE}={shlex.quote(again)}")
     command = shlex.join([str(ROOT / "train.py"), *job.options])
-    lines += start(job, request, f'{command} "${{overrides[@]}}" hydra.run.dir="\'$folder\'" resume=auto')
+    lines += last_lines(job, request, f'{command} "${{overrides[@]}}" hydra.run.dir="\'$folder\'" resume=auto')
     return "\n".join(lines) + "\n"
 
 
-def beginning(job: Job, request: Request, writer: str) -> list[str]:
+def first_lines(job: Job, request: Request, writer: str) -> list[str]:
     """Returns the first lines of a batch script: the options of `sbatch`, the environment, and `$python`.
 
     Raises:
@@ -70,11 +70,11 @@ def beginning(job: Job, request: Request, writer: str) -> list[str]:
     if bad := set("'\"\\\n") & set(str(job.folder)):
         raise ConfigError(f"the run folder {job.folder} has {sorted(bad)[0]!r} in its name: choose one without")
     lines = ["#!/usr/bin/env bash", f"# {title(job, request, gpus)}; written by {writer}."]
-    lines += [f"#SBATCH {option}" for option in asked(job, request, gpus)]
+    lines += [f"#SBATCH {option}" for option in sbatch_options(job, request, gpus)]
     return [*lines, "set -e", *environment(job.card)]
 
 
-def start(job: Job, request: Request, command: str) -> list[str]:
+def last_lines(job: Job, request: Request, command: str) -> list[str]:
     """Returns the last lines of a batch script, which start the ranks; `$folder` is the run folder.
 
     Args:
@@ -83,7 +83,7 @@ def start(job: Job, request: Request, command: str) -> list[str]:
         command: what `$python` runs, in the words of the shell.
     """
     gpus = request.processes(job.card.gpus_per_node)
-    of_srun = [expanding(word) for word in srun_options(job.card.srun)]
+    of_srun = [quoted_with_variables(word) for word in srun_options(job.card.srun)]
     return [
         "# shellcheck source=/dev/null",
         f"source {shlex.quote(str(ROOT / 'slurm' / 'job.sh'))} \\",
@@ -110,7 +110,7 @@ def title(job: Job, request: Request, gpus: int) -> str:
     return f"{runs} on {job.card.name}, {request.nodes} x {gpus} processes each"
 
 
-def asked(job: Job, request: Request, gpus: int) -> list[str]:
+def sbatch_options(job: Job, request: Request, gpus: int) -> list[str]:
     """Returns the options of `sbatch`.
 
     Raises:
@@ -158,7 +158,7 @@ def ranges(numbers: list[int]) -> str:
     return ",".join("-".join(map(str, ends)) for ends in found)
 
 
-def expanding(word: str) -> str:
+def quoted_with_variables(word: str) -> str:
     """Quotes a word for the shell, which still replaces variables such as $HOME in it."""
     if "$" not in word:
         return shlex.quote(word)

@@ -10,21 +10,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stabletrain.cli.sweep.plan import FINISHED, Sweep
+from stabletrain.cli.sweep.plan import FINAL_STATUSES, Sweep
 from stabletrain.errors import TrainingHalted
 from stabletrain.program import program_name
 from stabletrain.tracking.progress import elapsed
 
-STOPPED = 75
+INTERRUPTED_EXIT_CODE = 75
 """Exit code of an interrupted sweep: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
-WIDEST = 60
+OVERRIDES_WIDTH = 60
 """Columns reserved for the overrides that vary; longer ones push the rest of the line to the right."""
 
 
 def opening(sweep: Sweep) -> str:
     """Returns the first line: the number of runs, the folder, and how many runs are done already."""
-    over = sum(record.get("status") in FINISHED for _, record in sweep.records())
+    over = sum(record.get("status") in FINAL_STATUSES for _, record in sweep.records())
     count = "" if sweep.count is None else f"{sweep.count} runs "
     return f"sweep    {count}in {sweep.folder}{f', {over} already done' if over else ''}"
 
@@ -36,7 +36,7 @@ def label(sweep: Sweep | None, number: int, overrides: Sequence[str]) -> str:
     count = sweep.count or 0
     wide = max((len(sweep.varied(run)) for run in sweep.runs or []), default=0)
     of = f"{number + 1:>{len(str(count))}}/{count}" if count else f"{number + 1}"
-    return f"{of}  {sweep.varied(overrides):<{min(wide, WIDEST)}}"
+    return f"{of}  {sweep.varied(overrides):<{min(wide, OVERRIDES_WIDTH)}}"
 
 
 def ending(
@@ -83,7 +83,7 @@ def seconds_left(sweep: Sweep) -> float | None:
     """Estimates the seconds until all runs have ended, from the pace of this start; None if no estimate is possible."""
     over = [file for file in sweep.record_files() if file.stat().st_mtime >= sweep.began]
     records = [record for _, record in sweep.records()]
-    left = (sweep.count or 0) - sum(record.get("status") in (*FINISHED, "failed") for record in records)
+    left = (sweep.count or 0) - sum(record.get("status") in (*FINAL_STATUSES, "failed") for record in records)
     done = len(over) - sum(record.get("status") == "running" for record in records)
     return (time.time() - sweep.began) / done * left if done > 0 and left > 0 else None
 
@@ -125,8 +125,8 @@ def loss_of(record: Mapping[str, Any]) -> float:
 
 def code(sweep: Sweep) -> int:
     """Returns the sweep's exit code: that of the first run that did not finish."""
-    codes = {"halted": TrainingHalted.exit_code, "failed": 1, "broken": 1, "preempted": STOPPED}
+    codes = {"halted": TrainingHalted.exit_code, "failed": 1, "broken": 1, "preempted": INTERRUPTED_EXIT_CODE}
     for _, record in sweep.records():
         if (status := record.get("status")) in codes:
             return int(record.get("exit_code", codes[status]))
-    return STOPPED if sweep.runs is not None and len(sweep.records()) < len(sweep.runs) else 0
+    return INTERRUPTED_EXIT_CODE if sweep.runs is not None and len(sweep.records()) < len(sweep.runs) else 0

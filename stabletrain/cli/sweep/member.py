@@ -27,7 +27,7 @@ from stabletrain.tracking.metrics import replace
 from stabletrain.tracking.progress import InSweep
 from stabletrain.tracking.run_folder import RunFolder
 
-LOOK = 0.5
+POLL_S = 0.5
 """Seconds between two checks for the request to stop."""
 
 
@@ -64,7 +64,7 @@ def stopped_with_others(folder: Path) -> Generator[None]:
     stop, over = stop_file(folder), threading.Event()
 
     def watch() -> None:
-        while not over.wait(LOOK):
+        while not over.wait(POLL_S):
             if stop.exists():  # sent repeatedly: the run may not have installed its handlers yet
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -102,14 +102,14 @@ class Member:
         self.number = int(hydra.job.num)
         self.overrides = job_overrides()
         self.alone = hydra.runtime.choices.get("hydra/launcher") == "basic"
-        self.searching = hydra.runtime.choices.get("hydra/sweeper") != "basic"
+        self.in_search = hydra.runtime.choices.get("hydra/sweeper") != "basic"
         self.sweep = plan.read(self._above)
         self._started = time.monotonic()
         if self.sweep is not None and not self.alone:
             # The launcher started this process with a command line of its own; record the one that the user typed.
             sys.orig_argv[:] = shlex.split(self.sweep.command)
 
-    def over(self, steps: int) -> dict[str, Any] | None:
+    def finished_record(self, steps: int) -> dict[str, Any] | None:
         """Returns the run's `run.json` if an earlier start of the sweep completed it, else None.
 
         Args:
@@ -118,7 +118,7 @@ class Member:
         Raises:
             ConfigError: the folder holds a run with other overrides.
         """
-        plan.refuse_another(self.folder, self.overrides, self.sweep)
+        plan.check_same_run(self.folder, self.overrides, self.sweep)
         return plan.finished_run(self.folder, self.overrides, steps, changed=plan.resumed_by_name())
 
     def listening(self) -> AbstractContextManager[Any]:
@@ -126,7 +126,7 @@ class Member:
         return nullcontext() if self.alone else stopped_with_others(self._above)
 
     @property
-    def unwanted(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether the sweep was asked to stop before this run started."""
         return not self.alone and stop_file(self._above).exists()
 
@@ -134,7 +134,7 @@ class Member:
         """Returns the run's `run.json`; empty if there is none."""
         return RunFolder(self.folder).read()
 
-    def keep(self, cfg: DictConfig) -> None:
+    def write_hydra_record(self, cfg: DictConfig) -> None:
         """Writes `.hydra/` as Hydra would, but only at the run's first start."""
         # A resumed run keeps the configuration it started with, even if `conf/` has changed since.
         if (self.folder / "run.json").exists():
@@ -149,9 +149,9 @@ class Member:
     def progress(self, log_every: int) -> InSweep:
         """Returns the progress display."""
         label = lines.label(self.sweep, self.number, self.overrides)
-        return InSweep(log_every, self.folder, label[: lines.WIDEST] + "  ", self.alone)
+        return InSweep(log_every, self.folder, label[: lines.OVERRIDES_WIDTH] + "  ", self.alone)
 
-    def say(self, ended: Mapping[str, Any], *, before: bool = False) -> None:
+    def print_end(self, ended: Mapping[str, Any], *, before: bool = False) -> None:
         """Prints the line of a run that has ended.
 
         Args:

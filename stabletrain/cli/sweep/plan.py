@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
-from stabletrain.cli.own_folder import created, named_by_time
+from stabletrain.cli.own_folder import create_unique, named_by_time
 from stabletrain.config import trust
 from stabletrain.config.arguments import (
     SWEEP,
@@ -30,7 +30,7 @@ from stabletrain.config.arguments import (
     with_overrides,
 )
 from stabletrain.config.jobs import hydra
-from stabletrain.config.resuming import check_resume
+from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import ConfigError
 from stabletrain.program import started
 from stabletrain.stored.json_files import DamagedFile
@@ -86,10 +86,10 @@ def resumed_by_name() -> bool:
     return parse_arguments(started().typed).value("resume") not in (None, "", "none", "auto")
 
 
-FINISHED = ("finished", "halted")
+FINAL_STATUSES = ("finished", "halted")
 """Statuses of a run that has a result."""
 
-NAME = "sweep.json"
+RECORD_NAME = "sweep.json"
 
 
 class Sweep(NamedTuple):
@@ -147,7 +147,7 @@ def shortened(override: str) -> str:
         return override
 
 
-def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
+def record_sweep(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
     """Writes `sweep.json` for a sweep that starts or restarts.
 
     Args:
@@ -162,14 +162,14 @@ def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
     sweep = Sweep(folder, started().command, grid.runs, grid.varies, grid.count, launcher, time.time())
     # Check every run before writing anything: `sweep.json` of another sweep must not be overwritten.
     for name, record in sweep.records():
-        belongs(sweep, name, record)
+        check_belongs(sweep, name, record)
     # The record leaves out what names the folder; continuing a sweep sets it anew.
     kept = [o for o in typed.overrides if key_of(o) not in ("resume", "hydra.sweep.dir", "hydra.output_subdir")]
     fields = sweep._asdict() | {"folder": str(folder), "options": typed.options, "overrides": kept}
     trust.remember_arguments([option for option in typed.options if option not in SWEEP], kept)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace(folder / NAME, json.dumps(fields, indent=1) + "\n")
+        replace(folder / RECORD_NAME, json.dumps(fields, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
             f"hydra.sweep.dir={folder} cannot be written ({error}): make it writable, or choose another hydra.sweep.dir"
@@ -177,7 +177,7 @@ def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
     return sweep
 
 
-def belongs(sweep: Sweep, name: str, record: Mapping[str, Any]) -> None:
+def check_belongs(sweep: Sweep, name: str, record: Mapping[str, Any]) -> None:
     """Checks that a run found in the sweep's folder is the one planned for that place.
 
     Raises:
@@ -212,7 +212,7 @@ def status_of(folder: Path) -> str | None:
 
 
 def finished_run(
-    folder: Path, overrides: Sequence[str], steps: int, statuses: Sequence[str] = FINISHED, changed: bool = False
+    folder: Path, overrides: Sequence[str], steps: int, statuses: Sequence[str] = FINAL_STATUSES, changed: bool = False
 ) -> dict[str, Any] | None:
     """Returns the `run.json` of a completed run with exactly these overrides in a folder, else None.
 
@@ -234,7 +234,7 @@ def finished_run(
     return record
 
 
-def refuse_another(folder: Path, overrides: Sequence[str], sweep: Sweep | None = None) -> None:
+def check_same_run(folder: Path, overrides: Sequence[str], sweep: Sweep | None = None) -> None:
     """Checks that the folder does not hold a run with other overrides; if it is resumed by name, of keys that vary.
 
     A search restarted with another sampler seed proposes other overrides for the same run number.
@@ -255,13 +255,13 @@ def refuse_another(folder: Path, overrides: Sequence[str], sweep: Sweep | None =
         )
 
 
-ANSWERS = frozenset(
+INFORMATION_OPTIONS = frozenset(
     ["--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"]
 )
 """Options that make Hydra print information and run nothing."""
 
 
-def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
+def start_sweep(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
     """Records the sweep that a command line asks for.
 
     Args:
@@ -274,7 +274,7 @@ def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
     Raises:
         ConfigError: the folder holds another sweep, or the launcher's settings are invalid.
     """
-    if not typed.sweeps or ANSWERS & set(typed.options):
+    if not typed.sweeps or INFORMATION_OPTIONS & set(typed.options):
         return None, typed
     with hydra(typed, config_dir) as name:
         found = grid(name, typed.overrides)
@@ -282,8 +282,8 @@ def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
         check_jobs(found)
         check_changes(name, folder, found)
     if named_by_time(found.cfg.hydra.sweep):
-        folder = created(folder)
-    sweep = begin(folder, typed, found)
+        folder = create_unique(folder)
+    sweep = record_sweep(folder, typed, found)
     return sweep, with_overrides(typed, f"hydra.sweep.dir={quoted(folder)}", "hydra.output_subdir=null")
 
 
@@ -302,7 +302,7 @@ def check_changes(name: str, folder: Path, found: Grid) -> None:
             choices = dict(cfg.hydra.runtime.choices)
             with open_dict(cfg):
                 del cfg["hydra"]
-            check_resume(cfg, choices, place, unfinished=False)
+            check_resume(cfg.resume, settings(cfg, choices), place, unfinished=False)
 
 
 def check_jobs(found: Grid) -> None:

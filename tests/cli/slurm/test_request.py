@@ -37,12 +37,12 @@ MISTAKES = {
     "batch": (
         ["--nodes", "2", "--gpus-per-node", "4", "batch_size=12", "grad_accum_steps=2"],
         "--gpu any with 8 processes (--nodes x --gpus-per-node): batch_size=12 does not divide among 8 ranks x "
-        "grad_accum_steps=2: use batch_size=16",
+        "grad_accum_steps=2; fix: batch_size=16",
     ),
     "batch_of_a_card": (
         ["--gpu", "v100,a100", "-m", "batch_size=8,6", "seed=0,1"],  # a100 has 4 of them on a node in cluster.conf
         "run 2 of 4 (batch_size=6 seed=0): --gpu a100 with 4 processes (--nodes x --gpus-per-node): batch_size=6 does "
-        "not divide among 4 ranks x grad_accum_steps=1: use batch_size=4 or 8",
+        "not divide among 4 ranks x grad_accum_steps=1; fix: batch_size=4 or 8",
     ),
     "alone": (
         ["parallel=fsdp"],

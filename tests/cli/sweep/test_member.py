@@ -51,7 +51,7 @@ def job(tmp_path, monkeypatch):
 @pytest.fixture
 def sweep(job, tmp_path):
     """The sweep's record, as written by the process that started it."""
-    return plan.begin(tmp_path, parse_arguments(["-m", "seed=0,1,2,3"]), grid_of(RUNS))
+    return plan.record_sweep(tmp_path, parse_arguments(["-m", "seed=0,1,2,3"]), grid_of(RUNS))
 
 
 # ---- the run
@@ -61,10 +61,10 @@ def test_it_knows_its_place(job, sweep, tmp_path):
     found = job()
     assert (found.folder, found.number, found.overrides) == (tmp_path / "1", 1, RUNS[1])
     assert found.alone
-    assert not found.searching
+    assert not found.in_search
     assert found.sweep == sweep
     assert not job("joblib").alone
-    assert job(sweeper="optuna").searching
+    assert job(sweeper="optuna").in_search
 
 
 def test_beside_others_the_command_is_the_one_that_was_typed(job, sweep, monkeypatch):
@@ -82,38 +82,38 @@ def test_without_a_record_it_belongs_to_no_sweep(job):
 
 
 def test_it_is_over_if_it_has_its_result(job, tmp_path):
-    assert job().over(5) is None
+    assert job().finished_record(5) is None
     assert job().record() == {}
     record = ran(tmp_path / "1", RUNS[1])
-    assert job().over(5) == record == job().record()
-    assert job().over(6) is None
+    assert job().finished_record(5) == record == job().record()
+    assert job().finished_record(6) is None
     with pytest.raises(ConfigError, match="holds another sweep: its run 1 is seed=1, here it would be seed=2"):
-        job(overrides=RUNS[2]).over(5)
+        job(overrides=RUNS[2]).finished_record(5)
 
 
 def test_its_configuration_is_kept_at_the_first_start_only(job, tmp_path):
-    job().keep(OmegaConf.create({"steps": 5}))
+    job().write_hydra_record(OmegaConf.create({"steps": 5}))
     kept = {path.name: path.read_text() for path in (tmp_path / "1" / ".hydra").iterdir()}
     assert set(kept) == {"config.yaml", "hydra.yaml", "overrides.yaml"}
     assert kept["config.yaml"] == "steps: 5\n"
     assert OmegaConf.create(kept["overrides.yaml"]) == RUNS[1]
     (tmp_path / "1" / "run.json").write_text("{}")
-    job().keep(OmegaConf.create({"steps": 6}))
+    job().write_hydra_record(OmegaConf.create({"steps": 6}))
     assert (tmp_path / "1" / ".hydra" / "config.yaml").read_text() == "steps: 5\n"
 
 
 def test_it_says_how_it_ended(job, sweep, tmp_path, capsys, monkeypatch):
     record = ran(tmp_path / "1", RUNS[1])
-    job().say(record, before=True)
+    job().print_end(record, before=True)
     assert capsys.readouterr().out == "2/4  seed=1  finished   val loss 2.000  (before)\n"
-    job().say(record)
+    job().print_end(record)
     assert capsys.readouterr().out.startswith("2/4  seed=1  finished   val loss 2.000  0 s")
 
     def gone(*words, **how):
         raise BrokenPipeError
 
     monkeypatch.setattr("builtins.print", gone)
-    job().say(record)  # a reader who is gone does not end the run
+    job().print_end(record)  # a reader who is gone does not end the run
 
 
 # ---- stopping
@@ -134,7 +134,7 @@ def test_a_signal_asks_all_runs_to_stop_and_a_second_ctrl_c_interrupts(tmp_path)
 
 
 def test_a_run_beside_others_stops_with_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(member, "LOOK", 0.001)
+    monkeypatch.setattr(member, "POLL_S", 0.001)
     before, threads = [signal.getsignal(number) for number in STOP_SIGNALS], threading.active_count()
     with stopped_with_others(tmp_path), StopRequest() as stop:
         stop_file(tmp_path).touch()
@@ -154,14 +154,14 @@ def test_until_it_handles_signals_it_leaves_them_to_the_sweep(tmp_path):
 
 
 def test_a_run_that_has_not_begun_when_the_sweep_stops_is_not_wanted(job, tmp_path):
-    assert not job("joblib").unwanted
+    assert not job("joblib").is_cancelled
     stop_file(tmp_path).touch()
-    assert job("joblib").unwanted
-    assert not job().unwanted, "alone, the signal itself reaches it"
+    assert job("joblib").is_cancelled
+    assert not job().is_cancelled, "alone, the signal itself reaches it"
 
 
 def test_only_beside_others_it_watches_for_the_request(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(member, "LOOK", 0.001)
+    monkeypatch.setattr(member, "POLL_S", 0.001)
     before = signal.getsignal(signal.SIGTERM)
     with job().listening():
         assert signal.getsignal(signal.SIGTERM) == before

@@ -7,7 +7,15 @@ import sys
 import pytest
 
 from stabletrain.cli.sweep import plan
-from stabletrain.cli.sweep.plan import belongs, finished_run, read, refuse_another, shortened, start, status_of
+from stabletrain.cli.sweep.plan import (
+    check_belongs,
+    check_same_run,
+    finished_run,
+    read,
+    shortened,
+    start_sweep,
+    status_of,
+)
 from stabletrain.config.arguments import parse_arguments
 from stabletrain.errors import ConfigError
 from tests.cli.sweep.given import RUNS, grid_of, ran, sweep_of
@@ -34,7 +42,7 @@ def conf(tmp_path, monkeypatch):
 
 def started(conf, *typed):
     """Returns what a command line starts."""
-    return start(parse_arguments(list(typed)), conf)
+    return start_sweep(parse_arguments(list(typed)), conf)
 
 
 # ---- start
@@ -117,21 +125,21 @@ def test_a_folder_that_cannot_be_written_is_refused(conf, tmp_path):
 
 def test_a_run_belongs_to_the_sweep_in_its_own_place_only(tmp_path):
     sweep = sweep_of(tmp_path)
-    belongs(sweep, "2", {"overrides": ["seed=2", "steps=5", "resume=auto"]})
-    belongs(sweep, "named", {"overrides": RUNS[2]})  # a folder by another name may be any run
-    belongs(sweep, "2", {})
-    belongs(sweep._replace(runs=None), "2", {"overrides": ["seed=99"]})  # a search chooses as it goes
+    check_belongs(sweep, "2", {"overrides": ["seed=2", "steps=5", "resume=auto"]})
+    check_belongs(sweep, "named", {"overrides": RUNS[2]})  # a folder by another name may be any run
+    check_belongs(sweep, "2", {})
+    check_belongs(sweep._replace(runs=None), "2", {"overrides": ["seed=99"]})  # a search chooses as it goes
     for name, overrides in {"1": RUNS[2], "9": RUNS[2], "named": ["seed=99"]}.items():
         with pytest.raises(ConfigError, match=f"its run {name} is seed="):
-            belongs(sweep, name, {"overrides": overrides})
+            check_belongs(sweep, name, {"overrides": overrides})
 
 
 def test_a_run_of_other_overrides_is_not_continued(tmp_path):
     ran(tmp_path / "0", ["steps=5", "seed=0"])
-    refuse_another(tmp_path / "0", ["seed=0", "steps=5"])
-    refuse_another(tmp_path / "nothing", ["seed=1"])
+    check_same_run(tmp_path / "0", ["seed=0", "steps=5"])
+    check_same_run(tmp_path / "nothing", ["seed=1"])
     with pytest.raises(ConfigError, match=r"its run 0 is seed=0, here it would be seed=1: choose another"):
-        refuse_another(tmp_path / "0", ["steps=5", "seed=1"])
+        check_same_run(tmp_path / "0", ["steps=5", "seed=1"])
 
 
 def test_a_record_that_cannot_be_read_is_none(tmp_path):

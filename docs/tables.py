@@ -1,0 +1,87 @@
+"""Writes the tables of `config/rules.py` and `config/resuming.py` into their pages: `python docs/tables.py`.
+
+`tests/test_docs.py` compares them.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from stabletrain.config.resuming import CHANGED_BETWEEN, CHANGED_FROM, CHANGED_TO, GROUPS, KEYS, Row
+from stabletrain.config.rules import ANY_KEY, ANY_TYPED, RULES
+
+WORDS = {
+    "default": "the default",
+    "corrected": "the value in this type, or the default",
+    "nearest": "the key that was meant, or leave it out",
+    "kind": "of the default's type",
+    "instead": "`<key>=none`, with a preset `stability=none` and the rest of what it sets",
+    "option": "<option>",
+    "sizes": "<nearest>",
+    "sizes_in_one": "<nearest>",
+    "modality": "<tokens or images>",
+    "model.modality": "<the other>",
+    "fitting": "an option for that kind of data",
+    "example_model": "`model=gpt_nano` or `model=resnet20`",
+    "reference": "<key>: ${<key>}",
+}
+"""What the pages write for the names in messages and fixes, where `<name>` would say too little."""
+
+
+def refused() -> Iterator[str]:
+    """Yields the lines of the table of what is refused."""
+    yield from ("| key | what is wrong | fix |", "|---|---|---|")
+    for rule in RULES:
+        keys = rule.keys if rule.keys in (ANY_KEY, ANY_TYPED) else ", ".join(f"`{key}`" for key in rule.keys.split())
+        message = re.sub(r"^{(override|chosen|typed|key)}:? ", "", rule.message)
+        yield f"| {keys} | {as_code(filled(message))} | {as_code(filled(rule.fix))} |"
+
+
+def filled(template: str) -> str:
+    """Returns a message or a fix with words for its names."""
+    return re.sub(r"{([\w.]+)}", lambda found: WORDS.get(found[1], f"<{found[1]}>"), template)
+
+
+def as_code(text: str) -> str:
+    """Returns a text with each `key=value` and each `<name>` in it as code: a page would take `<name>` for HTML."""
+    return re.sub(r"(`[^`]*`)|([\w.<>]+=[\w.<>]+|<[\w .']+>)", lambda found: found[1] or f"`{found[2]}`", text)
+
+
+def resumes() -> Iterator[str]:
+    """Yields the lines of the table of what a resume may change."""
+    yield from ("| change | kind | what happens |", "|---|---|---|")
+    for group, row in GROUPS.items():
+        yield line(f"`{group}`", row)
+        for (one, option), each in CHANGED_TO.items():
+            if one == group:
+                yield line(f"`{group}={option}`", each)
+        for (one, option), each in CHANGED_FROM.items():
+            if one == group:
+                yield line(f"`{group}={option}` to another", each)
+        for (one, pair), each in CHANGED_BETWEEN.items():
+            if one == group:
+                yield line(f"`{group}` between {' and '.join(f'`{option}`' for option in sorted(pair))}", each)
+    for key, row in KEYS.items():
+        yield line(f"`{key}`", row)
+
+
+def line(change: str, row: Row) -> str:
+    """Returns a line about a change, with the fix if it is refused."""
+    return f"| {change} | {row.kind} | {as_code(f'{row.text}; {row.fix}' if row.fix else row.text)} |"
+
+
+TABLES = {"refused.md": refused, "resume.md": resumes}
+"""The page of each table."""
+
+
+def with_table(text: str, lines: list[str]) -> str:
+    """Returns a page with its table, which begins with the same heading, replaced."""
+    old = re.search(rf"^{re.escape(lines[0])}\n(\|.*\n)*", text, re.MULTILINE)
+    assert old is not None, "the page has no such table"
+    return text.replace(old[0], "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    for page, table in TABLES.items():
+        file = Path(__file__).with_name(page)
+        file.write_text(with_table(file.read_text(encoding="utf-8"), [*table()]), encoding="utf-8")

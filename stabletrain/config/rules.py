@@ -1,0 +1,321 @@
+"""The table of what is refused before anything is built: the keys of a rule, its condition, its message and its fix.
+
+`config/checks.py` walks the rows in order; `docs/refused.md` shows them. What an option accepts for its own keys is
+checked in that option's class, and has no row here. Imports no torch.
+
+The type of a key is the type of its default in the YAML, so a plug-in's YAML needs no schema. pydantic (2.14) was
+tried: it imports fast enough (0.08 s), but every key would have to be declared a second time. Its errors know neither
+the default nor the fix (`steps=1e3 is not a whole number; fix: steps=1000`), so the messages would still be written
+here.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stabletrain.config.arguments import key_of, show
+from stabletrain.config.composed import Composed, without_preset
+from stabletrain.errors import ConfigError, closest
+
+ANY_KEY, ANY_TYPED = "any key", "any group"
+"""The keys of a rule about every key, and about every override as it was typed."""
+
+CHOSEN_PARTS = ["qknorm", "softcap", "qkclip"]
+"""Groups that have an effect only if the model's YAML refers to them (`qknorm: ${qknorm}`)."""
+
+CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
+"""The objective to which z-loss, label smoothing and chunks of logits belong."""
+
+FP32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+"""The smallest and the largest normal number of fp32. Numbers nearer to 0 lose digits there, and most become 0."""
+
+LARGEST_INT = 2**63 - 1
+"""The largest whole number that PyTorch takes."""
+
+WRONG_ON_PURPOSE = ("faults.value", "faults.faults")
+"""Keys that take any number."""
+
+MAX_SECONDS = 10**6
+"""PyTorch's clocks overflow far above a million seconds, which is 11 days."""
+
+Condition = Callable[[Composed, str], Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table.
+
+    Attributes:
+        keys: what it is about: keys and groups, with blanks between them, or `ANY_KEY`, or `ANY_TYPED`.
+        broken: takes the configuration and one of the keys; returns whether this is refused.
+        message: what is wrong, with the value and the bound. `{name}` stands for one of `WORDS`, for the value of a
+            key, or for the option of a group.
+        fix: what to type instead, with the same names.
+    """
+
+    keys: str
+    broken: Condition
+    message: str
+    fix: str
+
+    def check(self, run: Composed) -> None:
+        """Checks a configuration.
+
+        Raises:
+            ConfigError: the rule is broken.
+        """
+        some = {ANY_KEY: run.keys, ANY_TYPED: [*map(key_of, run.typed)]}
+        for key in some[self.keys] if self.keys in some else self.keys.split():
+            if self.broken(run, key):
+                raise self.refusal(run, key)
+
+    def refusal(self, run: Composed, key: str) -> ConfigError:
+        """Returns the error about one of the keys."""
+
+        def word(found: re.Match) -> str:
+            name = found[1]
+            return str(WORDS[name](run, key)) if name in WORDS else show(run[name])
+
+        return ConfigError(re.sub(r"\{([\w.]+)\}", word, f"{self.message}; fix: {self.fix}"))
+
+
+def below(lowest: int) -> Condition:
+    """Returns the condition that a number is below a bound; null is not."""
+    return lambda run, key: run[key] is not None and run[key] < lowest
+
+
+def takes(test: Callable[[Any], bool]) -> Condition:
+    """Returns the condition that a key has a value that it does not take."""
+    return lambda run, key: key in run.values and not test(run[key])
+
+
+def is_mistyped(run: Composed, key: str) -> bool:
+    """Whether a value has another type than its default."""
+    default = run.defaults.get(key)
+    has_row = key in ("compile", "loss_chunk")  # they take values of several types
+    return default is not None and not has_row and key in run.values and not fits(run[key], default)
+
+
+def null_or(example: Any) -> Condition:
+    """Returns the condition, for a default of null, that a value has not the type of the example."""
+    return lambda run, key: (
+        key in run.defaults and run.defaults[key] is None and run[key] is not None and not fits(run[key], example)
+    )
+
+
+def fits(value: Any, default: Any) -> bool:
+    """Returns whether `value` has the type of `default`. An int is accepted as a float; a bool is never a number."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    if isinstance(default, list) and isinstance(value, list):
+        return not default or all(fits(each, default[0]) for each in value)
+    return isinstance(value, type(default))
+
+
+def has_number(kind: type, wrong: Callable[[Any], bool]) -> Condition:
+    """Returns the condition that a value is a wrong number of a type, or a list with one.
+
+    Options of the user's own take any number.
+    """
+
+    def broken(run: Composed, key: str) -> bool:
+        target = run[f"{key.partition('.')[0]}._target_"]
+        own = "." in key and not str(target or "stabletrain.").startswith("stabletrain.")
+        numbers = run[key] if isinstance(run[key], list) else [run[key]]
+        return not own and key not in WRONG_ON_PURPOSE and any(isinstance(n, kind) and wrong(n) for n in numbers)
+
+    return broken
+
+
+def has_other_objective(run: Composed) -> bool:
+    """Whether the objective has no logits of a softmax."""
+    return run["objective._target_"] != CROSS_ENTROPY
+
+
+def is_for_other_data(run: Composed, key: str) -> bool:
+    """Whether a group's option is for another kind of data than the model reads."""
+    gives, reads = run[f"{key}.modality"], run["model.modality"]
+    return bool(gives and reads and gives != reads)
+
+
+REMOVED = Rule(
+    ANY_KEY,
+    lambda run, key: key not in run.values and not key.startswith(run.retargeted),
+    "{key} was removed",
+    "to turn a group off, use its option that does nothing, such as none or off",
+)
+"""Also refused before the rest, because the code reads the keys of the top level first."""
+
+# fmt: off
+# A table: a row's keys and condition stand on one line, its message and its fix below.
+TYPES = [
+    Rule(ANY_KEY, lambda run, key: key not in run.defaults and not key.startswith(run.retargeted),
+         "{override}: there is no such key", "{nearest}"),
+    REMOVED,
+    Rule("compile", takes(lambda value: value == "auto" or isinstance(value, bool)),
+         "{override} is not auto, true or false", "{default}"),
+    Rule("loss_chunk", takes(lambda value: value in ("auto", "none") or (type(value) is int and value >= 1)),
+         "{override} is not auto, none, or a number of tokens of at least 1", "{default}"),
+    Rule("eval_batches warmup.steps model.vocab_size model.block_size model.num_classes model.in_channels "
+         "faults.rank data.workers guard.checksum_every", null_or(1),
+         "{override} is not a whole number", "{corrected}"),
+    Rule("data.path faults.module faults.parameter wandb.entity wandb.group wandb.name", null_or(""),
+         "{override} is not a string", "{corrected}"),
+    Rule(ANY_KEY, is_mistyped, "{override} is not {kind}", "{corrected}"),
+    Rule("wandb.tags precision.fp32_modules precision.bf16_modules", takes(lambda value: fits(value, [""])),
+         "{override} is not a list of strings", "{corrected}"),
+]
+"""Unknown keys (`+typo=1`), removed keys (`~guard`), and values of another type than the default's."""
+
+RANKS = [
+    Rule("device", lambda run, key: run.ranks.distributed and run[key].startswith("cuda:"),
+         "{override} with {ranks} ranks: all ranks of a machine would use the same GPU",
+         "device=cuda, with which each rank uses its own (CUDA_VISIBLE_DEVICES selects them)"),
+    Rule("batch_size", lambda run, key: run[key] % (run.ranks.world_size * run["grad_accum_steps"]),
+         "{override} does not divide among {ranks} ranks x grad_accum_steps={grad_accum_steps}",
+         "batch_size={sizes}, or another number of ranks"),
+]
+"""What several ranks cannot share."""
+
+RULES = [
+    *TYPES,
+    Rule(ANY_TYPED, lambda run, key: run.typed_value(key).startswith("[") and key not in run.values and run.has(key),
+         "{typed}: a run has one option of {key}", "{key}={option}"),
+    Rule(ANY_TYPED, lambda run, key: run.typed_value(key).replace(" ", "") == "{}" and key in run.choices,
+         "{typed} changes nothing", "name an option of {key}, or set its keys one by one"),
+    Rule(ANY_KEY, has_number(int, lambda number: abs(number) > LARGEST_INT),
+         f"{{override}} is outside of [-{LARGEST_INT}, {LARGEST_INT}], the whole numbers of 64 bits", "{default}"),
+    Rule(ANY_KEY, has_number(float, math.isnan), "{override} is not a number", "{default}"),
+    Rule(ANY_KEY, has_number(float, lambda number: 0 < abs(number) < FP32[0]),
+         f"{{override}} is nearer to 0 than {FP32[0]:.3g}, the smallest normal number of fp32", "{default}"),
+    Rule(ANY_KEY, has_number(float, lambda number: FP32[1] < abs(number) < math.inf),
+         f"{{override}} is beyond {FP32[1]:.3g}, the largest number of fp32", "{default}"),
+    Rule("steps batch_size grad_accum_steps eval_every eval_batches log_every parallel.start_timeout "
+         "parallel.timeout", below(1),
+         "{override} is below 1", "{key}=1 or more"),
+    Rule("data.length_warmup", below(0), "{override} is below 0", "{key}=0, which is off, or more"),
+    Rule("parallel.start_timeout parallel.timeout", lambda run, key: (run[key] or 0) > MAX_SECONDS,
+         f"{{override}} is above {MAX_SECONDS}", f"{{key}}={MAX_SECONDS} or less"),
+    Rule("seed", lambda run, key: not 0 <= run[key] < 2**63, "{override} is outside [0, 2^63)", "seed=0 or more"),
+    Rule("batch_size", lambda run, key: run[key] % run["grad_accum_steps"],
+         "{override} does not divide into grad_accum_steps={grad_accum_steps} micro-batches",
+         "batch_size={sizes_in_one}"),
+    Rule("data.length_warmup", lambda run, key: run[key] and run[key] >= run["steps"],
+         "{override} >= steps={steps}: samples never reach their full length",
+         "lower data.length_warmup or raise steps"),
+    *RANKS,
+    Rule("init_strict", lambda run, key: run["init_from"] == "none" and not run[key],
+         "{override} does nothing without init_from", "name weights, or leave it out"),
+    Rule(" ".join(CHOSEN_PARTS), lambda run, key: run[key] != "none" and not run.has(f"model.{key}"),
+         "{chosen} does nothing with model={model}, because the model has no attention",
+         "{instead}, or a model whose YAML has `{reference}`"),
+    Rule("zloss loss_chunk", lambda run, key: run[key] not in ("none", "auto") and has_other_objective(run),
+         "{chosen} does nothing with objective={objective}, which has no logits of a softmax",
+         "{key}=none, or objective=cross_entropy"),
+    Rule("label_smoothing", lambda run, key: run[key] and has_other_objective(run),
+         "{override} does nothing with objective={objective}, which has no logits of a softmax",
+         "label_smoothing=0, or objective=cross_entropy"),
+    Rule("qknorm", lambda run, key: "none" not in (run[key], run["qkclip"]),
+         "{chosen} removes the scale of the projections that qkclip={qkclip} clips, so qkclip has no effect",
+         "qkclip=none, or qknorm=none"),
+    Rule("data init", is_for_other_data,
+         "{override} is for {modality}, model={model} reads {model.modality}",
+         "{fitting}, or a model for {modality} such as {example_model}"),
+    Rule("forecast", lambda run, key: run[key] != "off" and run["monitors"] == "none" and any(run.overrides_of(key)),
+         "{typed} does nothing with monitors=none, because a forecast reads what the monitors measure",
+         "monitors=default, or leave it out"),
+    Rule("forecast.action", lambda run, key: run[key] == "checkpoint" and run["checkpoint"] == "off",
+         "{override} keeps no state with checkpoint=off", "checkpoint=default, or forecast.action=alarm"),
+    Rule("guard.escalate", lambda run, key: run[key] == "whatif" and run["checkpoint"] == "off",
+         "{override} goes on from a checkpoint, and checkpoint=off writes none",
+         "checkpoint=default, or guard.escalate=halt"),
+]
+"""All rules, in the order in which they are checked."""
+
+# fmt: on
+
+
+def chosen(run: Composed, key: str) -> str:
+    """Returns `qknorm=layernorm`, preceded by the preset that set it if the user did not type it."""
+    preset = f"stability={run['stability']} sets " if run.is_by_preset(key) else ""
+    return f"{preset}{key}={run[key]}{', which' if preset else ''}"
+
+
+def instead(run: Composed, key: str) -> str:
+    """Returns what to type instead of a part that the model does not have, or of the preset that chose it."""
+    if not run.is_by_preset(key):
+        return f"{key}=none"
+    unfit = [part for part in CHOSEN_PARTS if not run.has(f"model.{part}")]
+    return without_preset(run.choices, [*unfit, *(["zloss"] if has_other_objective(run) else [])])
+
+
+def kind_of(default: Any) -> str:
+    """Names the type of a default."""
+    if isinstance(default, list):
+        return f"a list of {'strings' if not default or isinstance(default[0], str) else 'numbers'}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    return words.get(type(default), f"of type {type(default).__name__}")
+
+
+def nearest(run: Composed, key: str) -> str:
+    """Returns the override that an unknown key may stand for."""
+    known = closest(key, run.defaults, cutoff=0.75)
+    return f"{known}={show(run[key])}" if known else "leave it out"
+
+
+def corrected(run: Composed, key: str) -> str:
+    """Returns a mistyped value as it should be typed, or else the default."""
+    value = run[key]
+    if isinstance(value, float) and value.is_integer():
+        return f"{key}={int(value)}"
+    if run.defaults[key] == [] and not isinstance(value, list):
+        return f"{key}=[{show(value)}]"
+    return default_override(run, key)
+
+
+def default_override(run: Composed, key: str) -> str:
+    """Returns the override that sets a key to its default."""
+    return f"{key}={show(run.defaults.get(key))}, the default"
+
+
+def sizes(size: int, parts: int) -> str:
+    """Returns the multiples of `parts` on both sides of a batch size, the nearest first: `8 or 4`."""
+    below = size // parts * parts
+    found = sorted((below, below + parts), key=lambda multiple: abs(multiple - size))
+    return " or ".join(str(multiple) for multiple in found if multiple)
+
+
+def fitting(run: Composed, key: str) -> str:
+    """Returns the options of a group that fit what the model reads."""
+    return {
+        ("data", "tokens"): "data=stdlib or data=text",
+        ("data", "images"): "data=digits or data=cifar10",
+        ("init", "images"): "init=torch",
+        ("init", "tokens"): "init=gpt2",
+    }.get((key, run["model.modality"]), f"another {key}")
+
+
+WORDS: dict[str, Callable[[Composed, str], Any]] = {
+    "key": lambda run, key: key,
+    "override": lambda run, key: f"{key}={show(run[key])}",
+    "typed": lambda run, key: next(run.overrides_of(key)),
+    "option": lambda run, key: run.typed_value(key).strip("[ ]"),
+    "chosen": chosen,
+    "instead": instead,
+    "kind": lambda run, key: kind_of(run.defaults[key]),
+    "nearest": nearest,
+    "corrected": corrected,
+    "default": default_override,
+    "ranks": lambda run, key: run.ranks.world_size,
+    "sizes": lambda run, key: sizes(run[key], run.ranks.world_size * run["grad_accum_steps"]),
+    "sizes_in_one": lambda run, key: sizes(run[key], run["grad_accum_steps"]),
+    "reference": lambda run, key: f"{key}: ${{{key}}}",
+    "modality": lambda run, key: run[f"{key}.modality"],
+    "fitting": fitting,
+    "example_model": lambda run, key: "model=gpt_nano" if run[f"{key}.modality"] == "tokens" else "model=resnet20",
+}
+"""The names in messages and fixes that stand for neither a key's value nor a group's option."""
