@@ -25,8 +25,8 @@ from stabletrain.guarded.gradients import unwrapped
 from stabletrain.guarded.part import Part, named_tensors, versions
 from stabletrain.guarded.rerun import Begun
 from stabletrain.guarded.scaling import FLOOR, Scaling
-from stabletrain.protocols import Precision
 from stabletrain.records import GradNorms, LossTerms, Number
+from stabletrain.stability.precision.base import FullPrecision
 
 FORWARD_ONLY = "the loop's own loss is not known: only the model's forward pass was run again (use guard.step)"
 
@@ -65,7 +65,7 @@ class InStep(Scaling):
 
     autocasts = False
 
-    def __init__(self, precision: Precision, name: str, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+    def __init__(self, precision: FullPrecision, name: str, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         super().__init__(precision, name)
         self._optimizer, self._scaler = optimizer, scaler
         self._one = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)

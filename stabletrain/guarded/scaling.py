@@ -9,9 +9,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.protocols import Precision
 from stabletrain.records import GradNorms, LossTerms, Number
 from stabletrain.stability.precision import modes
+from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.precision.loss_scale import LossScaled
 
 FLOOR = 1.0
@@ -21,7 +21,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 class Scaling:
-    """Autocast and loss scale by this project's `Precision`.
+    """Autocast and loss scale by this project's `FullPrecision`.
 
     Attributes:
         name: of the number format; empty if the closure chooses it.
@@ -30,7 +30,7 @@ class Scaling:
 
     autocasts = True
 
-    def __init__(self, precision: Precision, name: str = "") -> None:
+    def __init__(self, precision: FullPrecision, name: str = "") -> None:
         self.precision, self.name = precision, name
 
     def autocast(self) -> AbstractContextManager:

@@ -22,16 +22,15 @@ from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
-from stabletrain.protocols import Recheck
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.stability.guard.comparing import Compared, sums
-from stabletrain.stability.guard.recheck import Finding, repeats_exactly
+from stabletrain.stability.guard.recheck import Finding, NoRecheck, repeats_exactly
 from stabletrain.step import Computed, compute, count_targets, forward_backward
 from stabletrain.trainer.incidents import ExecutedStep, handle_incident
 from stabletrain.trainer.run import TrainingRun
 
 
-def rehearse(recheck: Recheck, first: int, steps: int) -> None:
+def rehearse(recheck: NoRecheck, first: int, steps: int) -> None:
     """Has a step of this process repeated at once, if one will be repeated later: none needs more memory.
 
     Args:

@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from stabletrain.checkpoint.capture import Stateful, capture, restore, sharded_tensors
+from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.sound import check_state
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.data.order import position
+from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.protocols import GuardPolicy
 from stabletrain.records import Detour, TrainState
+from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.guard.written import state_is_finite
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.changes import NoResumption
 from stabletrain.trainer.history import History
-from stabletrain.trainer.roles import Batches, Checkpoints, Resumption, Tracker
 
 
 @runtime_checkable
@@ -86,12 +87,12 @@ class Rollback:
         parts: Mapping[str, Stateful],
         *,
         history: History,
-        guard: GuardPolicy,
-        checkpoints: Checkpoints,
-        batches: Batches,
-        tracker: Tracker,
+        guard: NoGuard,
+        checkpoints: NoCheckpoints,
+        batches: Prefetch,
+        tracker: NoTracker,
         run_id: str,
-        resumption: Resumption | None = None,
+        resumption: NoResumption | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self.state, self.parts, self.checkpoints = state, parts, checkpoints
@@ -106,11 +107,11 @@ class Rollback:
         self._retained = guard.states
         self._tracker, self._run_id = tracker, run_id
         self._silent = NoTracker()
-        self._resumption: Resumption = resumption or NoResumption()
+        self._resumption = resumption or NoResumption()
         self._any_rank = any_rank
 
     @property
-    def tracker(self) -> Tracker:
+    def tracker(self) -> NoTracker:
         """Where steps are logged; a null tracker during a replay, because those steps are in the log already."""
         return self._silent if self.replaying else self._tracker
 

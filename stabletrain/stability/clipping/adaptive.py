@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import Clipped, GradNorms
-from stabletrain.stability.clipping.fixed import Stateless, counts, in_parts, multiply_, shortening, whole
+from stabletrain.stability.clipping.fixed import NoClip, counts, in_parts, multiply_, shortening, whole
 from stabletrain.stability.parameter_roles import classifier
 
 
@@ -64,7 +64,7 @@ def flat(norms: Sequence[Tensor]) -> Float32[Tensor, " units"]:
 
 
 @dataclass(frozen=True)
-class AGC(Stateless):
+class AGC(NoClip):
     """Adaptive gradient clipping.
 
     Attributes:
@@ -108,7 +108,7 @@ class AGC(Stateless):
 
 
 @dataclass
-class AdaGC:
+class AdaGC(NoClip):
     """AdaGC.
 
     Attributes:
@@ -190,7 +190,7 @@ class AdaGC:
 
 
 @dataclass
-class ZClip:
+class ZClip(NoClip):
     """ZClip.
 
     Attributes:

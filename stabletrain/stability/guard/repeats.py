@@ -13,9 +13,9 @@ from torch.optim import LBFGS, Optimizer
 from stabletrain.buffers import SavedBuffers, buffers_of, can_be_written
 from stabletrain.machine.determinism import Generators
 from stabletrain.machine.memory import within_memory
-from stabletrain.protocols import Tools
 from stabletrain.records import Number, TrainState
 from stabletrain.stability.guard.comparing import Compared, compare, sums
+from stabletrain.stability.step_tools import StepTools
 
 CONTAINERS = ("_modules", "_parameters", "_buffers")
 """Attributes in which a module keeps its children and tensors."""
@@ -57,7 +57,7 @@ class RepeatGradient(NoRepeat):
     """
 
     def __init__(
-        self, judge: Judge, model: nn.Module, buffers: SavedBuffers, tools: Tools, device: torch.device
+        self, judge: Judge, model: nn.Module, buffers: SavedBuffers, tools: StepTools, device: torch.device
     ) -> None:
         self._judge, self._model, self._buffers, self._tools = judge, model, buffers, tools
         self._generators, self._attributes = Generators.now(device), attributes_of(model)
@@ -144,7 +144,9 @@ class OneTensor:
 class RepeatUpdate(NoRepeat):
     """Repeats the update of one tensor."""
 
-    def __init__(self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor], tools: Tools) -> None:
+    def __init__(
+        self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor], tools: StepTools
+    ) -> None:
         group, self._weight = chosen
         self._judge, self._optimizer, self._tools = judge, state.optimizer, tools
         self._name = next((name for name, each in state.model.named_parameters() if each is self._weight), "a weight")
@@ -178,7 +180,7 @@ class RepeatUpdate(NoRepeat):
         return compare(pairs, device, again=again)
 
 
-def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: Tools) -> Tensor:
+def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: StepTools) -> Tensor:
     """Returns by which number a repetition is judged, 0-d: equal on all ranks, all of which must call it.
 
     A rank without a comparison calls it too, or the others would wait for it: all ranks then get `OUT_OF_MEMORY`.
