@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,54 +92,70 @@ NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM}
 """Error codes of file systems that cannot synchronize a folder."""
 
 
+FileContent = Iterable[bytes | memoryview]
+"""The bytes of a file, in pieces."""
+
+WriteFile = Callable[[Path, FileContent], dict[str, Any]]
+"""Writes and synchronizes a file; returns its manifest entry, as `write_file` does."""
+
+
+def write_file(path: Path, content: FileContent) -> dict[str, Any]:
+    """Writes and synchronizes one file; returns its manifest entry."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+        for piece in content:
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
 @dataclass(frozen=True)
 class FullState:
     """A state that one process holds whole.
 
     Attributes:
         tree: contiguous CPU tensors that must not change during the write, with a `model` at the top.
+        write_file: writes the files of tensors.
     """
 
     tree: Tree
+    write_file: WriteFile
 
     def publish(
         self, folder: Path, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
     ) -> tuple[Path, str | None]:
-        """Writes the checkpoint, as `write` does. Also returns its first bad tensor if it was believed healthy."""
+        """Writes `folder/step-XXXXXXXX`. An existing checkpoint of that name is replaced.
+
+        Args:
+            folder: the folder of checkpoints; created if it does not exist.
+
+        Returns:
+            the path, and the first bad tensor if the checkpoint was believed healthy; else None.
+
+        Raises:
+            OSError: the disk is full or gone. No incomplete checkpoint is left, and an older one of that name is kept.
+        """
         bad = unsound(self.tree) if healthy else None
-        path = write(folder, self.tree, step=step, info=info, healthy=healthy and bad is None, val_loss=val_loss)
-        return path, bad
-
-
-def write(
-    folder: Path, tree: Tree, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
-) -> Path:
-    """Writes `folder/step-XXXXXXXX` and returns its path. An existing checkpoint of that name is replaced.
-
-    Args:
-        folder: the folder of checkpoints; created if it does not exist.
-        tree: contiguous CPU tensors that must not change during the write, with a `model` at the top.
-
-    Raises:
-        OSError: the disk is full or gone. No incomplete checkpoint is left, and an older one of that name is kept.
-    """
-    model, model_skeleton = flatten(tree["model"])
-    training, training_skeleton = flatten({key: child for key, child in tree.items() if key != "model"})
-    skeleton = {"model": model_skeleton, "training": training_skeleton}
-    about = {"step": step, "healthy": healthy, "val_loss": val_loss, "info": info}
-    temporary = hidden(folder, step)
-    delete(temporary)
-    try:
-        temporary.mkdir(parents=True)
-        files = {
-            MODEL: write_file(temporary / MODEL, pieces(model)),
-            TRAINING: write_file(temporary / TRAINING, pieces(training)),
-            SKELETON: write_skeleton(temporary, skeleton),
-        }
-    except BaseException:
+        model, model_skeleton = flatten(self.tree["model"])
+        training, training_skeleton = flatten({key: child for key, child in self.tree.items() if key != "model"})
+        skeleton = {"model": model_skeleton, "training": training_skeleton}
+        about = {"step": step, "healthy": healthy and bad is None, "val_loss": val_loss, "info": info}
+        temporary = hidden(folder, step)
         delete(temporary)
-        raise
-    return publish(temporary, folder, FORMAT, about, files)
+        try:
+            temporary.mkdir(parents=True)
+            files = {
+                MODEL: self.write_file(temporary / MODEL, pieces(model)),
+                TRAINING: self.write_file(temporary / TRAINING, pieces(training)),
+                SKELETON: write_skeleton(temporary, skeleton),
+            }
+        except BaseException:
+            delete(temporary)
+            raise
+        return publish(temporary, folder, FORMAT, about, files), bad
 
 
 def publish(
@@ -154,7 +170,7 @@ def publish(
         files: the manifest's entries, by name.
 
     Raises:
-        OSError: as `write`; `temporary` is deleted.
+        OSError: as `FullState.publish`; `temporary` is deleted.
     """
     step, healthy = about["step"], about["healthy"]
     manifest: dict[str, Any] = {"format": form, "step": step, "healthy": healthy}
@@ -233,19 +249,6 @@ def _stands(path: Path) -> bool:
     except UnusableCheckpoint:
         return False
     return True
-
-
-def write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes and synchronizes one file; returns its manifest entry."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "wb") as file:
-        for piece in content:
-            file.write(piece)
-            digest.update(piece)
-            size += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def sync(folder: Path) -> None:

@@ -32,7 +32,7 @@ MAY_SEE = {
     "stability": NOUNS | {"checksums", "monitors", "machine", "parallel"},
     "parallel": NOUNS | {"checkpoint", "machine"},
     "comparison": NOUNS | {"tracking"},
-    "faults": NOUNS | {"checkpoint"},
+    "faults": NOUNS | {"checkpoint", "tracking"},
     "step": NOUNS | {"protocols", "monitors"},
     "forensics": NOUNS
     | {"checkpoint", "machine", "monitors", "parallel", "protocols", "stability", "step", "tracking"},
