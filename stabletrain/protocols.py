@@ -65,5 +65,9 @@ class Tools:
 
 
 # for trainer/build.py, stages.py, tools.py and before_after.py
-Clipping, GuardPolicy, Precision, Seeding, Parallel = NoClip, NoGuard, FullPrecision, Off, SingleProcess
+Clipping = NoClip
+GuardPolicy = NoGuard
+Precision = FullPrecision
+Seeding = Off
+Parallel = SingleProcess
 LearningRate = Callable[[int], float]

@@ -127,35 +127,49 @@ class FullState:
     def publish(
         self, folder: Path, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
     ) -> tuple[Path, str | None]:
-        """Writes `folder/step-XXXXXXXX`. An existing checkpoint of that name is replaced.
-
-        Args:
-            folder: the folder of checkpoints; created if it does not exist.
-
-        Returns:
-            the path, and the first bad tensor if the checkpoint was believed healthy; else None.
-
-        Raises:
-            OSError: the disk is full or gone. No incomplete checkpoint is left, and an older one of that name is kept.
-        """
+        """Writes the checkpoint, as `write` does. Also returns its first bad tensor if it was believed healthy."""
         bad = unsound(self.tree) if healthy else None
-        model, model_skeleton = flatten(self.tree["model"])
-        training, training_skeleton = flatten({key: child for key, child in self.tree.items() if key != "model"})
-        skeleton = {"model": model_skeleton, "training": training_skeleton}
-        about = {"step": step, "healthy": healthy and bad is None, "val_loss": val_loss, "info": info}
-        temporary = hidden(folder, step)
+        about: dict[str, Any] = {"step": step, "info": info, "healthy": healthy and bad is None, "val_loss": val_loss}
+        return write(folder, self.tree, **about, write_file=self.write_file), bad
+
+
+def write(
+    folder: Path,
+    tree: Tree,
+    *,
+    step: int,
+    info: Mapping[str, Any],
+    healthy: bool,
+    val_loss: float | None,
+    write_file: WriteFile = write_file,
+) -> Path:
+    """Writes `folder/step-XXXXXXXX` and returns its path. An existing checkpoint of that name is replaced.
+
+    Args:
+        folder: the folder of checkpoints; created if it does not exist.
+        tree: contiguous CPU tensors that must not change during the write, with a `model` at the top.
+        write_file: writes the files of tensors.
+
+    Raises:
+        OSError: the disk is full or gone. No incomplete checkpoint is left, and an older one of that name is kept.
+    """
+    model, model_skeleton = flatten(tree["model"])
+    training, training_skeleton = flatten({key: child for key, child in tree.items() if key != "model"})
+    skeleton = {"model": model_skeleton, "training": training_skeleton}
+    about = {"step": step, "healthy": healthy, "val_loss": val_loss, "info": info}
+    temporary = hidden(folder, step)
+    delete(temporary)
+    try:
+        temporary.mkdir(parents=True)
+        files = {
+            MODEL: write_file(temporary / MODEL, pieces(model)),
+            TRAINING: write_file(temporary / TRAINING, pieces(training)),
+            SKELETON: write_skeleton(temporary, skeleton),
+        }
+    except BaseException:
         delete(temporary)
-        try:
-            temporary.mkdir(parents=True)
-            files = {
-                MODEL: self.write_file(temporary / MODEL, pieces(model)),
-                TRAINING: self.write_file(temporary / TRAINING, pieces(training)),
-                SKELETON: write_skeleton(temporary, skeleton),
-            }
-        except BaseException:
-            delete(temporary)
-            raise
-        return publish(temporary, folder, FORMAT, about, files), bad
+        raise
+    return publish(temporary, folder, FORMAT, about, files)
 
 
 def publish(
@@ -170,7 +184,7 @@ def publish(
         files: the manifest's entries, by name.
 
     Raises:
-        OSError: as `FullState.publish`; `temporary` is deleted.
+        OSError: as `write`; `temporary` is deleted.
     """
     step, healthy = about["step"], about["healthy"]
     manifest: dict[str, Any] = {"format": form, "step": step, "healthy": healthy}

@@ -184,7 +184,7 @@ class InterruptedWandb(Wandb):
             self._run = Unreachable(self._run)
         super().log(step, metrics)
 
-    def _begin(self, *given: Any) -> Any:
+    def _begin(self, *given: Any, **named: Any) -> Any:
         if self._first == 0:
             raise ConnectionError("wandb is unreachable (init)")
-        return super()._begin(*given)
+        return super()._begin(*given, **named)

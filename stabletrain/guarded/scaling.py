@@ -84,7 +84,7 @@ class Scaling:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores it."""
-        self.precision.load_state_dict(state)  # ty: ignore[missing-attribute]
+        self.precision.load_state_dict(state)
 
 
 class TorchScaling(Scaling):

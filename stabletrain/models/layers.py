@@ -214,4 +214,5 @@ class Attention(nn.Module):
         return self.out(self.dot_product(q, k, v).transpose(1, 2).flatten(2))
 
 
-QKNorm, Softcap = NoQKNorm, NoSoftcap  # for trainer/contract.py
+QKNorm = NoQKNorm  # for trainer/contract.py
+Softcap = NoSoftcap  # for trainer/contract.py

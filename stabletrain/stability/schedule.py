@@ -178,4 +178,5 @@ class LearningRate:
         return self.warmup.factor(step, self.total) * self.schedule.factor(min(1.0, progress))
 
 
-WarmupKind, ScheduleKind = NoWarmup, Constant  # for trainer/tools.py
+WarmupKind = NoWarmup  # for trainer/tools.py
+ScheduleKind = Constant  # for trainer/tools.py

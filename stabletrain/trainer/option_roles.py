@@ -16,7 +16,17 @@ from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.tracking.wandb import NoWandb
 
-GuardOption, ClippingOption, PrecisionOption, DeterminismOption = NoGuard, NoClip, FullPrecision, Off
-ParallelOption, MonitorsOption, ForecastOption, FaultsOption = SingleProcess, NoMonitors, NoForecast, NoFaults
-WandbOption, InitOption, ForensicsOption, QKClipOption = NoWandb, TorchInit, NoIncidentHandler, NoQKClip
-OptimizerOption, DataOption = Callable, Dataset
+GuardOption = NoGuard
+ClippingOption = NoClip
+PrecisionOption = FullPrecision
+DeterminismOption = Off
+ParallelOption = SingleProcess
+MonitorsOption = NoMonitors
+ForecastOption = NoForecast
+FaultsOption = NoFaults
+WandbOption = NoWandb
+InitOption = TorchInit
+ForensicsOption = NoIncidentHandler
+QKClipOption = NoQKClip
+OptimizerOption = Callable
+DataOption = Dataset

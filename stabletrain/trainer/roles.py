@@ -8,5 +8,9 @@ from stabletrain.tracking.run_folder import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.tracking.wandb import NoWandb
 
-Tracker, RunFolder, WandbRun, Page, Checkpoints = NoTracker, NoRunFolder, NoWandb, NoPage, NoCheckpoints
+Tracker = NoTracker
+RunFolder = NoRunFolder
+WandbRun = NoWandb
+Page = NoPage
+Checkpoints = NoCheckpoints
 Resumption = Any  # `changes.NoResumption`, which cannot be imported here

@@ -72,8 +72,8 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path):
 
 def test_training_does_not_wait_for_the_disk_but_the_next_save_does(tmp_path, monkeypatch):
     run = Run(tmp_path, asynchronous=True)
-    publish, may_write = writer.publish, threading.Event()
-    monkeypatch.setattr(writer, "publish", lambda *given: may_write.wait() and publish(*given))
+    write, may_write = writer.write, threading.Event()
+    monkeypatch.setattr(writer, "write", lambda *a, **k: may_write.wait() and write(*a, **k))
     run.save(10)  # would hang here if it waited
     assert not (run.folder / "step-00000010").exists()
     threading.Timer(0.05, may_write.set).start()

@@ -5,6 +5,7 @@ import signal
 import pytest
 import torch
 
+from stabletrain.checkpoint.checkpoints import Checkpoints
 from stabletrain.checkpoint.reader import verify
 from stabletrain.errors import ConfigError
 from stabletrain.faults import DiskFull, LostWandb
@@ -73,6 +74,20 @@ def test_a_fault_in_checkpoints_is_refused_without_checkpoints(tmp_path, kind):
         built(tmp_path, *TINY_GPT, "checkpoint=off", f"faults={kind}"),
     ):
         pass
+
+
+def test_the_faults_of_a_plan_each_interrupt_their_checkpoint(tmp_path):
+    plan = "faults.faults=[{kind:disk_full,at:[4]},{kind:disk_full,at:[8]}]"
+    _, events = ran(tmp_path, *TINY_GPT, *CADENCE, "faults=plan", plan)
+    assert [e["step"] for e in events if e["event"] == "checkpoint_failed"] == [4, 8]
+
+
+def test_a_fault_in_checkpoints_of_a_users_own_is_refused():
+    class Own(Checkpoints):
+        pass
+
+    with pytest.raises(ConfigError, match="has no effect on those of Own"):
+        DiskFull(at=[4]).checkpoints(Own(4, 1, False, False))
 
 
 class Library:
