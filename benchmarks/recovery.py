@@ -72,6 +72,7 @@ class Turn:
     """A run that stops between two steps for each measurement."""
 
     def __init__(self, folder: Path, overrides: Sequence[str], clock: Clock) -> None:
+        self.checkpoints = folder / "checkpoints"
         self.run = Rounds(built(folder, (*overrides, *KEPT)))
         self.job, self._clock = self.run.job, clock
         self.recovery = self.job.rollback
@@ -106,7 +107,7 @@ class Turn:
         steps.append(self.step())  # the snapshot is healthy now
         found["checkpoint"] = self.seconds(lambda: job.saved.save(None))
         beside = [self.step() for _ in range(2)]
-        while not job.saved.checkpoints.saved(put_by + 1) and len(beside) < 1000:
+        while not (self.checkpoints / f"step-{put_by + 1:08d}").exists() and len(beside) < 1000:
             beside.append(self.step())
         job.saved.checkpoints.wait()
         assert job.tools.guard.states.target == put_by, f"healthy is {job.tools.guard.states.target}, not {put_by}"

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
-from stabletrain.protocols import GuardPolicy, Tools
+from stabletrain.protocols import Tools
 from stabletrain.stability import precision
+from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import NoSoftcap
@@ -58,7 +59,7 @@ WORKLOADS: dict[str, dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]]] 
 }
 
 
-def plain_tools(mode: str, device: torch.device, guard: GuardPolicy) -> Tools:
+def plain_tools(mode: str, device: torch.device, guard: NoGuard) -> Tools:
     """Returns the tools of a plain run: the given precision and guard, clipping at 1, everything else off."""
     acting = getattr(precision, mode)(device)
     acting.prepare()

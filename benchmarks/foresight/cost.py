@@ -21,13 +21,13 @@ from benchmarks.runs import composed
 from stabletrain.config.checks import check
 from stabletrain.forecast.forecast import Forecast
 from stabletrain.monitors.monitors import Monitors
-from stabletrain.monitors.probe import Probe
+from stabletrain.monitors.probe import Gradients
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 
 PARTS = {
     "forecast": ((Forecast, "look"), (Forecast, "add_loss")),
-    "search along the update": ((Probe, "update_margin"),),
+    "search along the update": ((Gradients, "update_margin"),),
     "all monitors": ((Monitors, "before"), (Monitors, "after")),
 }
 """What is timed."""

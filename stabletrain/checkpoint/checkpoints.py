@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.checkpoint import sharded, writer
-from stabletrain.checkpoint.folder import Folder, OnEvent, find, kept, reason_of, superseded
+from stabletrain.checkpoint.folder import Folder, OnEvent, Verify, kept, reason_of, superseded
 from stabletrain.checkpoint.off import NoCheckpoints
-from stabletrain.checkpoint.reader import Checkpoint
+from stabletrain.checkpoint.reader import Checkpoint, verify
 from stabletrain.checkpoint.sharded import RankShard
-from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, to_host, unsharded
-from stabletrain.checkpoint.writer import FullState
+from stabletrain.checkpoint.tree import ShardTarget, ShardWriters, Tree, flatten, to_host, unsharded
+from stabletrain.checkpoint.writer import FileContent, FullState
 from stabletrain.errors import ConfigError
 from stabletrain.printable import warn
 
@@ -74,13 +74,12 @@ class Background:
 class Checkpoints(NoCheckpoints):
     """Writes and reads the checkpoints in `<run folder>/checkpoints`.
 
-    Call `open` first: when this object is built, the run folder is not known yet. Only `find` works without `open`.
-
     Attributes:
         every: steps between two checkpoints.
         keep: number of newest checkpoints to keep, in addition to the last healthy ones.
         keep_best: whether to keep the healthy checkpoint with the lowest validation loss too.
         asynchronous: whether a background thread writes; False waits for each write.
+        failed: number of failed writes in this process.
     """
 
     keeps = True
@@ -91,28 +90,18 @@ class Checkpoints(NoCheckpoints):
         if keep < 1:
             raise ConfigError(f"checkpoint.keep={keep} is below 1: choose 1 or more, or checkpoint=off")
         self.every, self.keep, self.keep_best = every, keep, keep_best
+        self.failed = 0
         self._folder: Folder | None = None
-        self._on_event: OnEvent | None = None
         self.asynchronous = asynchronous
         self._background = Background(asynchronous)
         self._begun = 0  # sharded checkpoints begun so far
         self._reason = ""  # why the last write failed; empty while writes succeed
-        self._written: int | None = None  # step of the last successful write
         self._stuck: set[Path] = set()  # paths already reported as impossible to delete
 
-    def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
-        """Sets the run folder, and deletes what a killed process left half-written.
-
-        Args:
-            folder: the run folder; created if it does not exist.
-            on_event: receives `checkpoint`, `checkpoint_failed` and `checkpoint_skipped`, also from the writing thread.
-            run: id of the run. Checkpoints with another id in `info["run"]` are skipped.
-
-        Raises:
-            ConfigError: no checkpoint can be written there.
-        """
-        self._folder, self._on_event = Folder(folder / "checkpoints", on_event, run, verify=self.verify), on_event
-
+    def open(self, folder: Path, on_event: OnEvent, run: str | None = None, verify: Verify = verify) -> None:
+        """Sets the run folder, and deletes what a killed process left half-written."""
+        super().open(folder, on_event, run, verify)
+        self._folder = Folder(folder / "checkpoints", on_event, run, verify=verify)
         try:
             writer.try_out(self._folder.path)
             writer.tidy(self._folder.path)
@@ -126,19 +115,6 @@ class Checkpoints(NoCheckpoints):
         """Returns whether a checkpoint is due after `step` steps."""
         return step > 0 and step % self.every == 0
 
-    def begin(self, step: int) -> Path | None:
-        """Creates the hidden folder for the shards of one checkpoint; reports a failure and returns None."""
-        self._begun += 1
-        folder = self._open_folder().path
-        there = os.path.isdir(folder)
-        try:
-            made = sharded.begin(folder, step, self._begun)
-        except OSError as error:
-            self._failed(step, error)
-            return None
-        self._say_if_gone(there, step)
-        return made
-
     def save(
         self,
         step: int,
@@ -149,31 +125,19 @@ class Checkpoints(NoCheckpoints):
         val_loss: float | None,
         anchors: Sequence[int] = (),
         here: bool = True,
-        place: ShardTarget | None = None,
+        writers: ShardWriters | None = None,
     ) -> None:
-        """Copies the state to the host, then writes it in the background.
-
-        Also deletes the checkpoints of later steps, which became obsolete when the run went back. The last healthy
-        checkpoint is kept.
-
-        Args:
-            step: steps done. An existing checkpoint of that step is replaced.
-            tree: from `capture`; may share memory with the live state, which may change as soon as this returns.
-            info: plain JSON values to store in the checkpoint.
-            healthy: the caller's judgement. A checkpoint with bad weights or moments (`writer.py`) is never healthy.
-            val_loss: nats per target; None if not known.
-            anchors: for each of these steps, the newest checkpoint of at most that step is kept, however old it is.
-            here: whether the run is at that step now. If not (an older state is saved), no later checkpoint is deleted.
-            place: where this rank writes its shards of a sharded state; None if this process writes the whole state.
-
-        Raises:
-            TypeError: the tree or `info` holds a value that cannot be saved without pickle.
-        """
+        """Copies the state to the host, then writes it in the background. The last healthy checkpoint is kept."""
         self.wait()
         flatten({"info": info, "tree": tree})  # raise here, where the stack shows the caller
-        content = (
-            FullState(to_host(unsharded(tree))) if place is None else RankShard(place, tree, self._background.ending)
-        )
+        if writers is None:
+            content: FullState | RankShard = FullState(to_host(unsharded(tree)), self.write_file)
+        else:
+            temporary = writers.ask_main(lambda: self._begin(step))
+            if temporary is None:  # reported already
+                return
+            place = ShardTarget(temporary, writers.rank, writers.count, writers.patience)
+            content = RankShard(place, tree, self._background.ending, self.write_file)
         work = partial(self._attempt, step, content, to_host(dict(info)), healthy, val_loss, anchors, here)
         # Rank 0 alone publishes a sharded checkpoint, reports it, and deletes old ones.
         if isinstance(content, RankShard) and content.place.rank > 0:
@@ -188,12 +152,12 @@ class Checkpoints(NoCheckpoints):
         """Waits for the last write to end. Raises nothing: the run is already ending with an error."""
         self._background.finish_quietly()
 
-    def saved(self, step: int) -> bool:
-        """Returns whether the last write that ended was of `step` and succeeded."""
-        return self._written == step and not self._reason
+    def write_file(self, path: Path, content: FileContent) -> dict[str, Any]:
+        """Writes and synchronizes a file of tensors; returns its manifest entry. A fault on purpose overrides this."""
+        return writer.write_file(path, content)
 
     def unsaved(self) -> str | None:
-        """Returns one line for the end of a run whose last state could not be written; None if it was written."""
+        """Returns why the last state could not be written, and what is left on the disk; None if it was written."""
         if not self._reason:
             return None
         known = self._open_folder().known()
@@ -225,19 +189,11 @@ class Checkpoints(NoCheckpoints):
         self.wait()
         return self._open_folder().best()
 
-    def find(self, path: Path) -> Checkpoint:
-        """Returns a checkpoint of any run; see `folder.find`."""
-        return find(path, verify=self.verify)
-
     def accept(self, found: Checkpoint, fault: str) -> bool:
-        """Returns whether a checkpoint's state could be used; if not, `newest` and `preferred` skip it from now on.
-
-        Args:
-            fault: why this process cannot use it; empty if it can.
-        """
+        """Returns whether a checkpoint's state could be used; if not, `newest` and `preferred` skip it from now on."""
         if fault:
             self._open_folder().reject(found.path, fault)
-        return not fault
+        return super().accept(found, fault)
 
     def rewind(self, step: int) -> None:
         """Deletes the checkpoints after `step`, which a rollback made obsolete.
@@ -250,6 +206,19 @@ class Checkpoints(NoCheckpoints):
         if healthy is None:
             folder.newest(healthy_only=True, again=False)  # finds damaged ones, so that a sound one is kept
         self._forget(superseded(folder.known(), step, healthy is not None))
+
+    def _begin(self, step: int) -> Path | None:
+        """Creates the hidden folder for the shards of one checkpoint; reports a failure and returns None."""
+        self._begun += 1
+        folder = self._open_folder().path
+        there = os.path.isdir(folder)
+        try:
+            made = sharded.begin(folder, step, self._begun)
+        except OSError as error:
+            self._failed(step, error)
+            return None
+        self._say_if_gone(there, step)
+        return made
 
     def _attempt(self, step: int, *arguments: Any) -> None:
         try:
@@ -267,13 +236,13 @@ class Checkpoints(NoCheckpoints):
                 f"the checkpoint of step {step} was not written ({self._reason}): training goes on, earlier "
                 "checkpoints are kept"
             )
-            self._tell("checkpoint_failed", step, {"reason": str(error)})
+            self._open_folder().report("checkpoint_failed", step, {"reason": str(error)})
 
     def _succeeded(self, step: int, fields: dict) -> None:
         if self._reason:
             warn(f"checkpoints are written again, from step {step} on")
-        self._written, self._reason = step, ""
-        self._tell("checkpoint", step, fields)
+        self._reason = ""
+        self._open_folder().report("checkpoint", step, fields)
 
     def _write(
         self,
@@ -313,10 +282,6 @@ class Checkpoints(NoCheckpoints):
                 if path not in self._stuck:
                     self._stuck.add(path)
                     warn(f"{path} is no longer needed and cannot be deleted ({reason_of(error)}): please delete it")
-
-    def _tell(self, kind: str, step: int, fields: dict) -> None:
-        if self._on_event is not None:
-            self._on_event(kind, step, fields)
 
     def _open_folder(self) -> Folder:
         if self._folder is None:

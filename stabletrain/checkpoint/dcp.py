@@ -12,7 +12,7 @@ writer and reader one by one.
 
 import io
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from stabletrain.checkpoint.tree import Piece, is_sharded, local_part, to_host
-
-WriteFile = Callable[[Path, Iterable[bytes | memoryview]], dict[str, Any]]
-"""Writes a file and returns its entry in the manifest: `writer.write_file`."""
-
+from stabletrain.checkpoint.writer import WriteFile
 
 Shapes = Mapping[str, Sequence[int]]
 """Shapes of the whole tensors, by name."""

@@ -98,6 +98,7 @@ class Folder:
 
     Attributes:
         damaged: by path, why a checkpoint cannot be used.
+        report: as given.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Folder:
         self.damaged: dict[Path, str] = {}
         self._good: dict[Path, Marks] = {}
         self._rejected: dict[Path, str] = {}
-        self._report, self._tell, self._verify = report, tell, verify
+        self.report, self._tell, self._verify = report, tell, verify
 
     def mark_verified(self, path: Path) -> None:
         """Records that a checkpoint this process has just written is intact."""
@@ -164,7 +165,7 @@ class Folder:
             self._tell(f"{newest.path} is not healthy, and no healthy one is left: continuing from it anyway")
             return newest
         self._tell(f"checkpoint skipped: {newest.path} is not healthy: continuing from {healthy.path.name}, which is")
-        self._report("checkpoint_skipped", newest.step, {"path": newest.path.name, "reason": "not healthy"})
+        self.report("checkpoint_skipped", newest.step, {"path": newest.path.name, "reason": "not healthy"})
         return healthy
 
     def known(self) -> list[Checkpoint]:
@@ -216,7 +217,7 @@ class Folder:
         if self.damaged.get(path) != reason:  # report each reason once
             self.damaged[path] = reason
             self._tell(f"checkpoint skipped: {reason}")
-            self._report("checkpoint_skipped", step, {"path": path.name, "reason": reason})
+            self.report("checkpoint_skipped", step, {"path": path.name, "reason": reason})
 
 
 def find(path: Path, *, best: bool = False, verify: Verify = verify) -> Checkpoint:

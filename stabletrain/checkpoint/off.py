@@ -6,33 +6,40 @@ from typing import Any
 
 from stabletrain.checkpoint.folder import OnEvent, Verify, find
 from stabletrain.checkpoint.reader import Checkpoint, verify
-from stabletrain.checkpoint.tree import ShardTarget, Tree
+from stabletrain.checkpoint.tree import ShardWriters, Tree
 
 
 class NoCheckpoints:
-    """Writes nothing and resumes from nothing. The methods do the same as those of `Checkpoints`.
+    """Writes nothing and resumes from nothing. Base class of all checkpoints, and what each must offer.
 
     Attributes:
         keeps: whether any checkpoint is ever saved.
-        failed: number of failed writes in this process.
-        verify: reads a checkpoint in full before it is used; several ranks share that work.
     """
 
     keeps = False
-    failed = 0
-    verify: Verify = staticmethod(verify)
+    _verify: Verify = staticmethod(verify)
 
-    def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
-        """Does nothing."""
+    def open(self, folder: Path, on_event: OnEvent, run: str | None = None, verify: Verify = verify) -> None:
+        """Sets the run folder. Called before any other method but `find`; this one only keeps `verify`.
+
+        Args:
+            folder: the run folder; created if it does not exist.
+            on_event: receives `checkpoint`, `checkpoint_failed` and `checkpoint_skipped`, also from the writing thread.
+            run: id of the run. Checkpoints with another id in `info["run"]` are skipped.
+            verify: reads a checkpoint in full before it is used; several ranks share that work.
+
+        Raises:
+            ConfigError: no checkpoint can be written there.
+        """
+        del folder, on_event, run
+        self._verify = verify
+
+    # ---- saving
 
     def due(self, step: int) -> bool:
-        """Returns False."""
-        return False
-
-    def begin(self, step: int) -> Path | None:
-        """Returns None: nothing is written."""
+        """Returns whether a checkpoint is due after `step` steps: never."""
         del step
-        return None
+        return False
 
     def save(
         self,
@@ -44,54 +51,74 @@ class NoCheckpoints:
         val_loss: float | None,
         anchors: Sequence[int] = (),
         here: bool = True,
-        place: ShardTarget | None = None,
+        writers: ShardWriters | None = None,
     ) -> None:
-        """Does nothing."""
+        """Saves a state, and deletes the checkpoints that are no longer needed. Does nothing.
+
+        The checkpoints of later steps, which became obsolete when the run went back, are deleted too.
+
+        Args:
+            step: steps done. An existing checkpoint of that step is replaced.
+            tree: from `capture`; may share memory with the live state, which may change as soon as this returns.
+            info: plain JSON values to store in the checkpoint.
+            healthy: the caller's judgement. A checkpoint with bad weights or moments (`writer.py`) is never healthy.
+            val_loss: nats per target; None if not known.
+            anchors: for each of these steps, the newest checkpoint of at most that step is kept, however old it is.
+            here: whether the run is at that step now. If not (an older state is saved), no later checkpoint is deleted.
+            writers: the ranks that write a sharded state together, each its shards; all of them call this. None if
+                this process writes the whole state.
+
+        Raises:
+            TypeError: the tree or `info` holds a value that cannot be saved without pickle.
+        """
 
     def wait(self) -> None:
-        """Does nothing."""
+        """Waits for the last write to end."""
 
     def finish_quietly(self) -> None:
-        """Does nothing."""
-
-    def saved(self, step: int) -> bool:
-        """Returns False."""
-        del step
-        return False
+        """Waits for the last write to end. Raises nothing: the run is already ending with an error."""
 
     def unsaved(self) -> str | None:
-        """Returns None: no state was to be saved."""
+        """Returns one line for the end of a run whose last state could not be written; else None."""
         return None
 
+    # ---- reading
+
     def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
-        """Returns None."""
+        """Returns the newest checkpoint that verifies, of at most that step; None if there is none."""
+        del healthy_only, at_most
         return None
 
     def oldest(self) -> Checkpoint | None:
-        """Returns None."""
+        """Returns the oldest healthy checkpoint that verifies; None if there is none."""
         return None
 
-    def reaches(self, step: int) -> bool:
-        """Returns True: with checkpoints off, a rollback need not save an older state."""
-        del step
-        return True
-
     def preferred(self) -> Checkpoint | None:
-        """Returns None."""
+        """Returns the checkpoint to resume from; None if there is none."""
         return None
 
     def best(self) -> Checkpoint | None:
-        """Returns None."""
+        """Returns the checkpoint with the lowest validation loss among the healthy ones that verify; None if none."""
         return None
 
     def find(self, path: Path) -> Checkpoint:
         """Returns a checkpoint of any run; see `folder.find`."""
-        return find(path, verify=self.verify)
+        return find(path, verify=self._verify)
 
     def accept(self, found: Checkpoint, fault: str) -> bool:
-        """Returns whether a checkpoint's state could be used."""
+        """Returns whether a checkpoint's state could be used; if not, it is skipped from now on.
+
+        Args:
+            found: the checkpoint.
+            fault: why this process cannot use it; empty if it can.
+        """
         del found
         return not fault
 
+    def reaches(self, step: int) -> bool:
+        """Returns whether a rollback to `step` needs no older state saved: always true without checkpoints."""
+        del step
+        return True
+
     def rewind(self, step: int) -> None:
-        """Does nothing."""
+        """Deletes the checkpoints after `step`, which a rollback made obsolete. Does nothing."""

@@ -27,7 +27,7 @@ from stabletrain.checkpoint import writer
 from stabletrain.checkpoint.dcp import Copies
 from stabletrain.checkpoint.reader import PARTED, SKELETON, parts_of
 from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten
-from stabletrain.checkpoint.writer import unsound_among
+from stabletrain.checkpoint.writer import WriteFile, unsound_among
 
 PATIENCE = 600.0
 """Seconds that rank 0 waits for the other ranks after its own write; less if `ShardTarget.patience` is less."""
@@ -65,10 +65,11 @@ class RankShard:
         place: where they are written.
         tree: the same on every rank except for the local shards; may live on a device, and change afterwards.
         ending: set when the run is ending with an error; rank 0 then waits for `GRACE` only.
+        write_file: writes the files of tensors.
     """
 
-    def __init__(self, place: ShardTarget, tree: Tree, ending: threading.Event) -> None:
-        self.place, self._ending = place, ending
+    def __init__(self, place: ShardTarget, tree: Tree, ending: threading.Event, write_file: WriteFile) -> None:
+        self.place, self._ending, self._write_file = place, ending, write_file
         trees = {"model": tree["model"], "training": {key: child for key, child in tree.items() if key != "model"}}
         flat = {part: flatten(child) for part, child in trees.items()}
         self._skeleton: dict[str, Any] = {part: skeleton for part, (_, skeleton) in flat.items()}
@@ -88,7 +89,7 @@ class RankShard:
         try:
             files: dict[str, Any] = {}
             for part, copies in self._copies.items():
-                written = copies.write(temporary / part, rank, count, writer.write_file)
+                written = copies.write(temporary / part, rank, count, self._write_file)
                 files |= {f"{part}/{name}": entry for name, entry in written.items()}
             note = {"files": files, "bad": self._unsound() if healthy else None}
             # Write and rename: rank 0 must never read half a note.

@@ -125,14 +125,28 @@ def _escape(key: str) -> str:
     return "$" + key if key.startswith("$") else key
 
 
+class ShardWriters(NamedTuple):
+    """The ranks that write a sharded state together.
+
+    Attributes:
+        rank: this process.
+        count: number of ranks.
+        patience: at most so many seconds may rank 0 wait for the others' parts: less than they wait for rank 0.
+        ask_main: runs a function on rank 0, and returns its result on every rank; all ranks must call it.
+    """
+
+    rank: int
+    count: int
+    patience: float
+    ask_main: Callable[[Callable[[], Any]], Any]
+
+
 class ShardTarget(NamedTuple):
     """Where the ranks write a checkpoint of a sharded state.
 
     Attributes:
         temporary: a hidden folder, visible to all ranks.
-        rank: this process.
-        count: number of ranks.
-        patience: at most so many seconds may rank 0 wait for the others' parts: less than they wait for rank 0.
+        rank, count, patience: see `ShardWriters`.
     """
 
     temporary: Path

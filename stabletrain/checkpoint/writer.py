@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,33 +92,63 @@ NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM}
 """Error codes of file systems that cannot synchronize a folder."""
 
 
+FileContent = Iterable[bytes | memoryview]
+"""The bytes of a file, in pieces."""
+
+WriteFile = Callable[[Path, FileContent], dict[str, Any]]
+"""Writes and synchronizes a file; returns its manifest entry, as `write_file` does."""
+
+
+def write_file(path: Path, content: FileContent) -> dict[str, Any]:
+    """Writes and synchronizes one file; returns its manifest entry."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+        for piece in content:
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
 @dataclass(frozen=True)
 class FullState:
     """A state that one process holds whole.
 
     Attributes:
         tree: contiguous CPU tensors that must not change during the write, with a `model` at the top.
+        write_file: writes the files of tensors.
     """
 
     tree: Tree
+    write_file: WriteFile
 
     def publish(
         self, folder: Path, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
     ) -> tuple[Path, str | None]:
         """Writes the checkpoint, as `write` does. Also returns its first bad tensor if it was believed healthy."""
         bad = unsound(self.tree) if healthy else None
-        path = write(folder, self.tree, step=step, info=info, healthy=healthy and bad is None, val_loss=val_loss)
-        return path, bad
+        about: dict[str, Any] = {"step": step, "info": info, "healthy": healthy and bad is None, "val_loss": val_loss}
+        return write(folder, self.tree, **about, write_file=self.write_file), bad
 
 
 def write(
-    folder: Path, tree: Tree, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
+    folder: Path,
+    tree: Tree,
+    *,
+    step: int,
+    info: Mapping[str, Any],
+    healthy: bool,
+    val_loss: float | None,
+    write_file: WriteFile = write_file,
 ) -> Path:
     """Writes `folder/step-XXXXXXXX` and returns its path. An existing checkpoint of that name is replaced.
 
     Args:
         folder: the folder of checkpoints; created if it does not exist.
         tree: contiguous CPU tensors that must not change during the write, with a `model` at the top.
+        write_file: writes the files of tensors.
 
     Raises:
         OSError: the disk is full or gone. No incomplete checkpoint is left, and an older one of that name is kept.
@@ -233,19 +263,6 @@ def _stands(path: Path) -> bool:
     except UnusableCheckpoint:
         return False
     return True
-
-
-def write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes and synchronizes one file; returns its manifest entry."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "wb") as file:
-        for piece in content:
-            file.write(piece)
-            digest.update(piece)
-            size += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def sync(folder: Path) -> None:

@@ -21,7 +21,7 @@ def make(cfg: DictConfig, group: str, *roles: type, **given: Any) -> Any:
     Args:
         cfg: the whole configuration.
         group: the group's name.
-        roles: protocols that the object must have the methods and attributes of.
+        roles: classes that the object must have the public methods and attributes of; it need not derive from them.
         given: arguments besides the option's keys.
 
     Raises:
@@ -40,7 +40,7 @@ def make(cfg: DictConfig, group: str, *roles: type, **given: Any) -> Any:
 
 
 def missing_parts(made: Any, role: type) -> list[str]:
-    """Returns what an object lacks of a protocol: methods, with `()`, and attributes."""
+    """Returns what an object lacks of a role: public methods, with `()`, and attributes that the class declares."""
     missing = {}
     for base in reversed(role.__mro__):
         if base in (object, Protocol, Generic):

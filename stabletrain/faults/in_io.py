@@ -9,16 +9,21 @@ After `LostWandb`, every call into the library raises ConnectionError, as withou
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from stabletrain.checkpoint import writer
+from stabletrain.checkpoint.checkpoints import Checkpoints
+from stabletrain.checkpoint.folder import OnEvent, Verify
+from stabletrain.checkpoint.reader import verify
+from stabletrain.checkpoint.tree import Tree
+from stabletrain.checkpoint.writer import FileContent
 from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import OnRank, Planned, say
-
-Content = Iterable[bytes | memoryview]
+from stabletrain.tracking.wandb import Wandb
 
 
 @dataclass(frozen=True)
@@ -27,32 +32,26 @@ class DiskFault(OnRank):
 
     Attributes:
         rank: rank that has the fault; None for every rank that writes. Ranks other than 0 write only with fsdp.
+        spares_half_written: whether a step is spared if this process has found its checkpoint half-written.
     """
 
     rank: int | None = 0
+    spares_half_written: ClassVar[bool] = False
 
-    def checkpoints(self, checkpoints: Any) -> Any:
-        """Makes the write of a checkpoint fail at each planned tick; returns the same object.
+    def checkpoints(self, checkpoints: Any) -> Checkpoints:
+        """Returns checkpoints of which each planned one is interrupted.
 
         Raises:
-            ConfigError: the run writes no checkpoints.
+            ConfigError: the run writes no checkpoints, or by code of the user's own.
         """
         if not checkpoints.keeps:
             raise ConfigError("a fault in a checkpoint has no effect with checkpoint=off: use checkpoint=default")
-        save, spared = checkpoints.save, self.spared(checkpoints)
-
-        def save_ill_fated(step: int, tree: Mapping[str, Any], **rest: Any) -> None:
-            if self.happens_here(tree["tick"]) and step not in spared:
-                interrupt(step, lambda path: self.happen(path, step))
-            save(step, tree, **rest)
-
-        checkpoints.save = save_ill_fated
-        return checkpoints
-
-    def spared(self, checkpoints: Any) -> set[int]:
-        """Returns the steps whose checkpoints are written without the fault."""
-        del checkpoints
-        return set()
+        if type(checkpoints) not in (Checkpoints, InterruptedCheckpoints):
+            raise ConfigError(
+                f"a fault in a checkpoint has no effect on those of {type(checkpoints).__name__}: use "
+                "checkpoint=default"
+            )
+        return InterruptedCheckpoints(checkpoints, self)
 
     def happen(self, path: Path, step: int) -> None:
         """Runs the fault when half of the file `path` is written."""
@@ -76,40 +75,52 @@ class Kill(DiskFault):
     run. With several ranks this holds for rank 0 only.
     """
 
-    def spared(self, checkpoints: Any) -> set[int]:
-        """Returns the steps of half-written checkpoints: a set that is filled when the folder is opened."""
-        known: set[int] = set()
-        open_ = checkpoints.open  # deletes half-written checkpoints, so look before it
-
-        def look_and_open(folder: Path, *rest: Any) -> None:
-            known.update(int(left.name[6:14]) for left in (folder / "checkpoints").glob(".step-*.tmp-*"))
-            open_(folder, *rest)
-
-        checkpoints.open = look_and_open
-        return known
+    spares_half_written: ClassVar[bool] = True
 
     def happen(self, path: Path, step: int) -> None:
         say(f"kill -9 in the checkpoint of step {step}")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def interrupt(step: int, happen: Callable[[Path], None]) -> None:
-    """Calls `happen` once, when half of the second file of the checkpoint of `step` is written."""
-    # A background thread writes checkpoints, so the function that writes files is replaced; the replacement restores
-    # the original at that file.
-    write = writer.write_file
+class InterruptedCheckpoints(Checkpoints):
+    """Checkpoints with faults: a planned one is interrupted when its second file is half written.
 
-    def write_half(path: Path, content: Content) -> dict[str, Any]:
-        second = path.name == writer.TRAINING or path.parent.name == "training"
-        if not second or f"{os.sep}.step-{step:08d}." not in str(path):
-            return write(path, content)
-        writer.write_file = write
-        return write(path, half(content, lambda: happen(path)))
+    Args:
+        own: the run's checkpoints; their own faults come first.
+        fault: says which ones.
+    """
 
-    writer.write_file = write_half  # ty: ignore[invalid-assignment]
+    def __init__(self, own: Checkpoints, fault: DiskFault) -> None:
+        super().__init__(own.every, own.keep, own.keep_best, own.asynchronous)
+        self._faults: list[DiskFault] = [*getattr(own, "_faults", []), fault]
+        self._half_written: set[int] = set()
+        self._planned: dict[int, DiskFault] = {}  # by the step whose checkpoint it interrupts
+
+    def open(self, folder: Path, on_event: OnEvent, run: str | None = None, verify: Verify = verify) -> None:
+        """Notes the steps of half-written checkpoints before it deletes these."""
+        self._half_written = {int(left.name[6:14]) for left in (folder / "checkpoints").glob(".step-*.tmp-*")}
+        super().open(folder, on_event, run, verify)
+
+    def save(self, step: int, tree: Tree, **about: Any) -> None:
+        """Plans the fault if there is one for the state's tick."""
+        self.wait()  # the fault must not reach an earlier write of the same step
+        for fault in self._faults:
+            spared = fault.spares_half_written and step in self._half_written
+            if fault.happens_here(tree["tick"]) and not spared:
+                self._planned.setdefault(step, fault)
+        super().save(step, tree, **about)
+
+    def write_file(self, path: Path, content: FileContent) -> dict[str, Any]:
+        """Interrupts the second file of a checkpoint with a fault."""
+        if path.name == writer.TRAINING or path.parent.name == "training":
+            for step, fault in [*self._planned.items()]:
+                if f"{os.sep}.step-{step:08d}." in str(path):
+                    del self._planned[step]
+                    content = half(content, partial(fault.happen, path, step))
+        return super().write_file(path, content)
 
 
-def half(content: Content, happen: Callable[[], None]) -> Content:
+def half(content: FileContent, happen: Callable[[], None]) -> FileContent:
     """Yields the first half of `content`'s bytes without copying them, then calls `happen`."""
     pieces = list(content)
     left = sum(len(piece) for piece in pieces) // 2
@@ -142,29 +153,38 @@ class Unreachable:
 class LostWandb(Planned):
     """Makes W&B unreachable from the first of the ticks `at` on; at 0 it does not even start."""
 
-    def wandb(self, wandb: Any) -> Any:
-        """Makes W&B unreachable at the planned tick; returns the same object.
+    def wandb(self, wandb: Any) -> Wandb:
+        """Returns W&B that is unreachable from the planned tick on.
 
         Raises:
             ConfigError: the run does not use W&B.
         """
-        if not hasattr(wandb, "mode"):
+        if not isinstance(wandb, Wandb):
             raise ConfigError("faults=wandb has no effect with wandb=disabled: use wandb=offline")
-        first, log = min(self.at), wandb.log
-        if first == 0:
-            wandb._begin = refuse
-
-        def log_or_lose(step: int, metrics: Mapping[str, Any]) -> None:
-            tick = metrics.get("tick", step)
-            if tick >= first and wandb._run is not None and not isinstance(wandb._run, Unreachable):
-                say(f"wandb is unreachable from tick {tick} on")
-                wandb._run = Unreachable(wandb._run)
-            log(step, metrics)
-
-        wandb.log = log_or_lose
-        return wandb
+        return InterruptedWandb(wandb, min(self.at))
 
 
-def refuse(*_: Any) -> Any:
-    """Replaces the start of a W&B run: raises ConnectionError."""
-    raise ConnectionError("wandb is unreachable (init)")
+class InterruptedWandb(Wandb):
+    """W&B that becomes unreachable.
+
+    Args:
+        own: the run's W&B, not started yet.
+        first: the tick from which on it is unreachable.
+    """
+
+    def __init__(self, own: Wandb, first: int) -> None:
+        super().__init__(own.mode, own.project, own.entity, own.group, own.name, own.tags)
+        self._first = min(first, getattr(own, "_first", first))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs the metrics of a step, if W&B can be reached."""
+        tick = metrics.get("tick", step)
+        if tick >= self._first and self._run is not None and not isinstance(self._run, Unreachable):
+            say(f"wandb is unreachable from tick {tick} on")
+            self._run = Unreachable(self._run)
+        super().log(step, metrics)
+
+    def _begin(self, *given: Any, **named: Any) -> Any:
+        if self._first == 0:
+            raise ConnectionError("wandb is unreachable (init)")
+        return super()._begin(*given, **named)

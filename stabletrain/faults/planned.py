@@ -22,22 +22,22 @@ from stabletrain.records import TrainState
 
 
 class NoFaults:
-    """Injects nothing: returns every object unchanged."""
+    """Injects nothing. Base class of all faults, and what each must offer: every object is returned with its faults."""
 
     def data(self, data: Any) -> Any:
         """Returns the run's data set, an object with `batch(step, size, split)`."""
         return data
 
     def checkpoints(self, checkpoints: Any) -> Any:
-        """Returns the run's checkpoints; see `checkpoint/checkpoints.py`."""
+        """Returns the run's checkpoints (`checkpoint/checkpoints.py`), not opened yet."""
         return checkpoints
 
     def wandb(self, wandb: Any) -> Any:
-        """Returns the run's W&B; see `tracking/wandb.py`."""
+        """Returns the run's W&B (`tracking/wandb.py`), not started yet."""
         return wandb
 
     def state(self, state: TrainState, precision: Any) -> None:
-        """Sets up faults in steps; call this when the state and the precision are on their device."""
+        """Sets up faults in steps: none. Called when the state and the precision are on their device."""
         del state, precision
 
 

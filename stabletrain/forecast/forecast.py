@@ -26,41 +26,51 @@ KEPT = 2
 
 
 class NoForecast:
-    """Predicts nothing."""
+    """Predicts nothing. Base class of `Forecast`, and what any forecast must offer."""
 
     @property
     def keeps(self) -> bool:
-        """Returns False: no state is kept."""
+        """Whether the state at an alarm is kept: no."""
         return False
 
     @property
     def kept(self) -> Sequence[int]:
-        """Returns no steps."""
+        """Steps whose state is kept: none."""
         return ()
 
     def set_run(self, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> None:
-        """Does nothing."""
+        """Sets what the fixes depend on, so that no fix names what the run already uses. Does nothing.
+
+        Args:
+            choices: the option of each config group.
+            optimizer: the keys of the chosen optimizer; `lr` is the peak learning rate.
+        """
         del choices, optimizer
 
     def add_loss(self, loss: float) -> None:
-        """Does nothing."""
+        """Adds the loss of an applied step, in nats. Does nothing."""
         del loss
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Prediction]:
-        """Returns no predictions."""
+        """Adds a look of the monitors, and returns what is to be said now: nothing.
+
+        Args:
+            step: of the look.
+            metrics: of the look: `monitors/...`, `grad/norm`, `lr`, `precision/loss_scale`.
+        """
         del step, metrics
         return []
 
     def keep(self, step: int) -> None:
-        """Does nothing."""
+        """Notes that the state after `step` steps is kept. Does nothing."""
         del step
 
     def state_dict(self) -> dict:
-        """Empty: there is no state."""
+        """Returns what later looks depend on, for a checkpoint: nothing."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Does nothing."""
+        """Restores it. Does nothing."""
         del state
 
 
@@ -90,12 +100,12 @@ class Forecast(NoForecast):
 
     @property
     def keeps(self) -> bool:
-        """Whether the state at an alarm is kept."""
+        """Whether the action is to keep the state at an alarm."""
         return self.action == "checkpoint"
 
     @property
     def kept(self) -> Sequence[int]:
-        """Returns the steps whose state is kept, at most `KEPT`."""
+        """Steps whose state is kept, at most `KEPT`."""
         return self._kept
 
     def keep(self, step: int) -> None:
@@ -103,16 +113,11 @@ class Forecast(NoForecast):
         self._kept = [*[each for each in self._kept if each < step][: KEPT - 1], step]
 
     def set_run(self, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> None:
-        """Sets what the fixes depend on, so that no fix names what the run already uses.
-
-        Args:
-            choices: the option of each config group.
-            optimizer: the keys of the chosen optimizer; `lr` is the peak learning rate.
-        """
+        """Sets what the fixes depend on."""
         self._choices, self._optimizer = choices, optimizer
 
     def add_loss(self, loss: float) -> None:
-        """Adds the loss of an applied step, in nats; the mean since the last look is what counts."""
+        """Adds the loss of an applied step; the mean since the last look is what counts."""
         self._series.add_loss(loss)
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Prediction]:
@@ -120,10 +125,6 @@ class Forecast(NoForecast):
 
         There is a prediction while the probability is at least the model's alarm: once for each signal, again after a
         horizon, and again if the crossing becomes known or is no longer in the interval that was said.
-
-        Args:
-            step: of the look.
-            metrics: of the look: `monitors/...`, `grad/norm`, `lr`, `precision/loss_scale`.
         """
         model = fitted()
         heights = self.heights(step, metrics)

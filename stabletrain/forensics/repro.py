@@ -32,10 +32,11 @@ from stabletrain.forensics.user_code import hashes
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.machine.untouched import CONTAINERS
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.protocols import Precision, Tools
+from stabletrain.protocols import Tools
 from stabletrain.records import Batch, RankPart, Reading, saved_reading
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.guard.recheck import Finding
+from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
 
@@ -168,7 +169,7 @@ def is_compiled(module: nn.Module) -> bool:
     return (code is not None and compiled_shape(module) is None) or hasattr(module, "_orig_mod")
 
 
-def with_loss_scale(precision: Precision, loss_scale: float) -> Precision:
+def with_loss_scale(precision: FullPrecision, loss_scale: float) -> FullPrecision:
     """A copy of a precision at a given loss scale; without a loss scale, an unchanged copy."""
     then = copy.copy(precision)
     if isinstance(then, Stateful) and is_scaled(precision):
@@ -176,7 +177,7 @@ def with_loss_scale(precision: Precision, loss_scale: float) -> Precision:
     return then
 
 
-def is_scaled(precision: Precision) -> bool:
+def is_scaled(precision: FullPrecision) -> bool:
     """Whether a precision has a dynamic loss scale."""
     return isinstance(precision, Stateful) and "scale" in precision.state_dict()
 

@@ -31,7 +31,7 @@ from stabletrain.forensics.replay import (
 )
 from stabletrain.forensics.repro import Repro, save_batch, save_repro
 from stabletrain.forensics.trace.recorder import Trace
-from stabletrain.monitors.probe import Probe
+from stabletrain.monitors.probe import measure_forward
 from stabletrain.records import RankPart, Reading
 from stabletrain.stability.guard.recheck import Finding
 
@@ -190,17 +190,17 @@ class StepSubject(Subject):
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns the monitors' metrics on the first micro-batch."""
         repro = self.repro
-        model, probe = repro.copy_model(), Probe()
+        model = repro.copy_model()
         if older is not None:
             model.load_state_dict(older["model"])
         batch = repro.to_micro_batches(repro.batch)[0]
         batch = repro.tools.sanitizer.safe(batch, classes)
         with Scores() as scores:
             try:
-                found = probe.forward(model, batch, repro.tools.precision, repro.tools.objective)
+                part = measure_forward(model, batch, repro.tools.precision, repro.tools.objective)
             except RuntimeError:
                 return {}
-            return found | scores.metrics()
+            return part.metrics | scores.metrics()
 
     def largest_input(self) -> LargestInput | None:
         """Compares the batch's largest input with that of another batch."""

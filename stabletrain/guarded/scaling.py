@@ -10,9 +10,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.protocols import Precision
 from stabletrain.records import GradNorms, LossTerms, Number
 from stabletrain.stability.precision import modes
+from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.precision.loss_scale import LossScaled
 
 FLOOR = 1.0
@@ -22,7 +22,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 class Scaling:
-    """Autocast and loss scale by this project's `Precision`.
+    """Autocast and loss scale by this project's `FullPrecision`.
 
     Attributes:
         name: of the number format; empty if the closure chooses it.
@@ -31,7 +31,7 @@ class Scaling:
 
     autocasts = True
 
-    def __init__(self, precision: Precision, name: str = "") -> None:
+    def __init__(self, precision: FullPrecision, name: str = "") -> None:
         self.precision, self.name = precision, name
 
     def autocast(self) -> AbstractContextManager:
@@ -85,7 +85,7 @@ class Scaling:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores it."""
-        self.precision.load_state_dict(state)  # ty: ignore[missing-attribute]
+        self.precision.load_state_dict(state)
 
 
 class TorchScaling(Scaling):
@@ -165,7 +165,7 @@ class LoopScaling(Scaling):
 
     autocasts = False
 
-    def __init__(self, precision: Precision, name: str, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+    def __init__(self, precision: FullPrecision, name: str, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         super().__init__(precision, name)
         self._optimizer, self._scaler = optimizer, scaler
         self._one = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)

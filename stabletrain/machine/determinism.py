@@ -134,18 +134,21 @@ def check_workspace() -> None:
 
 
 class Off:
-    """Seeds nothing, restricts no kernels, and lets them be chosen by their speed."""
+    """Seeds nothing, restricts no kernels, and lets them be chosen by their speed.
+
+    Base class of all kinds of determinism, and what each must offer.
+    """
 
     def prepare(self) -> dict:
         """Sets the switches and returns them for the log. Call this once, before CUDA starts."""
         return set_kernels(strict=False, measured=True)
 
     def seed_run(self, seed: int) -> None:
-        """Does nothing: the initial weights come from PyTorch's default seed."""
+        """Seeds the initial weights. Does nothing: they come from PyTorch's default seed."""
         del seed
 
     def seed_step(self, seed: int, step: int) -> None:
-        """Does nothing: the generators continue."""
+        """Seeds a step of a rank whose seed is `seed`. Does nothing: the generators continue."""
         del seed, step
 
 

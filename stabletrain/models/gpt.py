@@ -24,10 +24,7 @@ from stabletrain.models.layers import (
     Attention,
     KVCache,
     LearnedPosition,
-    QKClip,
-    QKNorm,
     Rotary,
-    Softcap,
     SwiGLUMLP,
 )
 from stabletrain.stability.qkclip import NoQKClip
@@ -102,9 +99,9 @@ class GPT(nn.Module):
         tied_head: bool = False,
         dropout: float = 0.0,
         embedding_gradient: float = 1.0,
-        qknorm: QKNorm = NO_QKNORM,
-        softcap: Softcap = NO_SOFTCAP,
-        qkclip: QKClip = NO_QKCLIP,
+        qknorm: NoQKNorm = NO_QKNORM,
+        softcap: NoSoftcap = NO_SOFTCAP,
+        qkclip: NoQKClip = NO_QKCLIP,
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)

@@ -7,14 +7,15 @@
 QK-clip are objects passed to the attention.
 """
 
-from typing import Protocol, runtime_checkable
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.stability.qknorm import NoQKNorm
+from stabletrain.stability.softcap import NoSoftcap
 
 
 class Rotary(nn.Module):
@@ -132,28 +133,6 @@ NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 MLPS = {"gelu": GELUMLP, "gelu_tanh": TanhGELUMLP, "swiglu": SwiGLUMLP}
 
 
-@runtime_checkable
-class QKNorm(Protocol):
-    """Builds the module that normalises queries or keys over the head dimension; see `stability/qknorm.py`."""
-
-    def __call__(self, head_dim: int) -> nn.Module: ...
-
-
-@runtime_checkable
-class Softcap(Protocol):
-    """Computes attention and the final logits with or without a cap; see `stability/softcap.py`."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float) -> Tensor: ...
-    def final(self, logits: Tensor) -> Tensor: ...
-
-
-@runtime_checkable
-class QKClip(Protocol):
-    """Builds the module that measures queries and keys while training; see `stability/qkclip.py`."""
-
-    def meter(self, n_head: int) -> nn.Module: ...
-
-
 class KVCache:
     """Keys and values of one attention for the tokens read so far."""
 
@@ -178,7 +157,7 @@ class KVCache:
 class DotProduct(nn.Module):
     """Softmax attention; a module of its own so that monitors can hook it and a config can keep it in fp32."""
 
-    def __init__(self, softcap: Softcap, dropout: float) -> None:
+    def __init__(self, softcap: NoSoftcap, dropout: float) -> None:
         super().__init__()
         self.softcap = softcap
         self.dropout = dropout
@@ -202,9 +181,9 @@ class Attention(nn.Module):
         n_head: int,
         bias: bool,
         dropout: float,
-        qknorm: QKNorm,
-        softcap: Softcap,
-        qkclip: QKClip,
+        qknorm: NoQKNorm,
+        softcap: NoSoftcap,
+        qkclip: NoQKClip,
     ) -> None:
         super().__init__()
         self.n_head = n_head
@@ -233,3 +212,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         return self.out(self.dot_product(q, k, v).transpose(1, 2).flatten(2))
+
+
+QKNorm = NoQKNorm  # for trainer/contract.py
+Softcap = NoSoftcap  # for trainer/contract.py

@@ -16,7 +16,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.probe import Forward, Loss, Metrics, Probe
+from stabletrain.monitors.probe import (
+    Forward,
+    Gradients,
+    Loss,
+    Metrics,
+    Probe,
+    low_precision,
+    measure_forward,
+    measure_gradients,
+    measure_hessian,
+)
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch
 
@@ -26,28 +36,45 @@ IN_A_ROW = 3
 
 @dataclass
 class NoMonitors:
-    """Inspects nothing."""
+    """Inspects nothing. Base class of all monitors, and what each must offer. None changes a bit of the run."""
 
     def due(self, step: int, total: int) -> bool:
-        """Returns False: inspects no step."""
+        """Returns whether to inspect step number `step`, counted from 1, in a run of `total` steps: never."""
         del step, total
         return False
 
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss) -> None:
-        """Does nothing."""
+        """Runs the first half of an inspection, after backward and before clipping. Does nothing.
+
+        Args:
+            model: with unscaled gradients in `.grad`.
+            optimizer: before its step.
+            batch: one micro-batch on the model's device.
+            precision: autocast settings of the forward pass.
+            objective: the run's loss.
+        """
         del model, optimizer, batch, precision, objective
 
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]:
-        """Returns no metrics and no alarms."""
+        """Runs the second half of an inspection, after the update. Returns no metrics and no alarms.
+
+        Args:
+            model: with the clipped gradients in `.grad`.
+            optimizer: after its step.
+            applied: whether the update was applied; if not, there are no metrics of updates.
+
+        Returns:
+            metrics, and new alarms: each kind is raised once in a run.
+        """
         del model, optimizer, applied
         return {}, []
 
     def state_dict(self) -> dict:
-        """Empty: there is no state."""
+        """Returns what later inspections depend on, for a checkpoint: nothing."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Does nothing."""
+        """Restores it. Does nothing."""
         del state
 
 
@@ -69,6 +96,7 @@ class Monitors(NoMonitors):
     _raised: list[str] = field(init=False, repr=False, default_factory=list)
     _starving: int = field(init=False, repr=False, default=0)
     _probe: Probe = field(init=False, repr=False, default_factory=Probe)
+    _gradients: Gradients | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -81,40 +109,24 @@ class Monitors(NoMonitors):
         return step in (1, total) or step % self.every == 0
 
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss) -> None:
-        """Runs the first half of an inspection; call it after backward and before clipping.
-
-        Args:
-            model: with unscaled gradients in `.grad`.
-            optimizer: before its step.
-            batch: one micro-batch on the model's device.
-            precision: autocast settings of the forward pass.
-            objective: the run's loss.
-        """
+        """Runs the first half of an inspection."""
         del optimizer
-        self._probe = probe = Probe()
-        probe.attempt("the activations", lambda: probe.forward(model, batch, precision, objective))
-        probe.attempt("the gradients", lambda: probe.gradients(model))
+        self._probe = probe = Probe(low_precision(precision, batch.targets.device.type))
+        probe.attempt("the activations", lambda: measure_forward(model, batch, precision, objective))
+        self._gradients = probe.attempt("the gradients", lambda: measure_gradients(model))
         searches = self.margin_every > 0 and self._inspections % self.margin_every == 0
         self._searched = (batch, objective) if searches else None
         self._inspections += 1
 
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]:
-        """Runs the second half of an inspection; call it after the update.
-
-        Args:
-            model: with the clipped gradients in `.grad`.
-            optimizer: after its step.
-            applied: whether the update was applied; if not, there are no metrics of updates.
-
-        Returns:
-            metrics, and new alarms: each kind is raised once in a run.
-        """
-        probe, self._probe = self._probe, Probe()  # frees the copy of the weights
-        if applied:
-            probe.attempt("the updates", lambda: probe.updates(model, optimizer))
+        """Runs the second half of an inspection."""
+        probe, self._probe = self._probe, Probe()
+        gradients, self._gradients = self._gradients, None  # frees the copy of the weights
+        if applied and gradients is not None:
+            probe.attempt("the updates", lambda: gradients.updates(model, optimizer))
             if self._searched is not None:
                 batch, objective = self._searched
-                probe.attempt("the margin of the update", lambda: probe.update_margin(model, batch, objective))
+                probe.attempt("the margin of the update", lambda: gradients.update_margin(model, batch, objective))
         self._searched = None
         signs = probe.signs(applied)
         starving = signs.pop("starving", None)
@@ -161,8 +173,8 @@ class FullMonitors(Monitors):
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss) -> None:
         """Runs the first half of an inspection; see `Monitors`."""
         super().before(model, optimizer, batch, precision, objective)
-        probe = self._probe
-        probe.attempt("the layers", probe.layers)
+        if self._gradients is not None:
+            self._probe.attempt("the layers", self._gradients.layers)
         if self.hessian_iterations:
-            iterations, samples = self.hessian_iterations, self.hessian_samples
-            probe.attempt("the Hessian", lambda: probe.hessian(model, batch, objective, iterations, samples))
+            given = objective, self.hessian_iterations, self.hessian_samples
+            self._probe.attempt("the Hessian", lambda: measure_hessian(model, batch, *given))

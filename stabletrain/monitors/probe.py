@@ -1,12 +1,14 @@
 """Inspects one step in several parts, and combines their results into alarms.
 
 Each part may fail without affecting the others. It computes on the device, synchronises with the host once, and
-returns metrics by name.
+returns metrics by name. What compares the weights after an update with those before it is a method of `Gradients`,
+which `measure_gradients` returns before the update.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -54,109 +56,39 @@ class Loss(Protocol):
     def __call__(self, outputs: Any, batch: Batch, n_valid: Tensor) -> Any: ...
 
 
-class Probe:
-    """One inspection of one step.
+@dataclass(frozen=True)
+class Part:
+    """What one part of an inspection has measured.
 
     Attributes:
-        metrics: metrics measured so far, by name.
-        failure: why some metrics are missing, in one line; None if none are.
+        metrics: by full name.
+        sizes: what the alarms compare.
+        blocks: the model's blocks in the order of the forward pass; empty if this part does not know them.
     """
 
-    def __init__(self) -> None:
-        self.metrics: Metrics = {}
-        self.failure: str | None = None
-        self._fp16 = self._fp8 = False
-        self._sizes: Sizes = {}
-        self._blocks: list[str] = []
-        self._held: list[Tensor] = []
-        self._gradient_norms: dict[str, float] = {}
-        self._weight_norms: dict[str, float] = {}
+    metrics: Metrics
+    sizes: Sizes = field(default_factory=dict)
+    blocks: Sequence[str] = ()
 
-    def attempt(self, what: str, part: Callable[[], Metrics]) -> None:
-        """Adds the metrics of `part`, or records why it failed."""
-        try:
-            self.metrics |= part()
-        except Exception as error:  # a user's model may raise anything, and monitors must not end a run
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.failure = self.failure or (
-                f"the monitors could not measure {what} ({reason}); training continues without these metrics"
-            )
+
+@dataclass(frozen=True)
+class Gradients(Part):
+    """The raw gradients, and the weights before the update, with which those after it are compared.
+
+    Attributes:
+        norms, weight_norms: by parameter.
+        weights: copies of the parameters, by name.
+    """
+
+    norms: Mapping[str, float] = field(default_factory=dict)
+    weight_norms: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def forward(self, model: nn.Module, batch: Batch, precision: Forward, objective: Loss) -> Metrics:
-        """Measures activations, attention and, for logits, log Z of one micro-batch in an isolated forward pass."""
-        watched, device = blocks(model), batch.targets.device.type
-        with (
-            isolated(model),
-            recording_activations(watched) as heard,
-            recording_norms(watched) as norm_variances,
-            recording_attention(model) as heads,
-        ):
-            with precision.autocast():
-                self._fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-                self._fp8 = getattr(precision, "name", "") == "fp8"
-                output = isolated_forward(model, batch.inputs)
-            z = log_z(output, batch.targets) if objective.softmax else ()
-        name_of = block_names(heads, watched)
-        values = {("activation_rms", name): value for name, value in heard.rms.items()}
-        values |= {("activation_absmax", name): value for name, value in heard.absmax.items()}
-        values |= {("norm_variance", name): value for name, value in norm_variances.items()}
-        for name, head in heads.items():
-            values[("attn_logit_bound", name_of[name])] = head.bound.amax()
-            values[("attn_logit_max", name_of[name])] = head.largest.amax()
-            values[("attn_entropy", name_of[name])] = head.entropy.mean()
-            values[("attn_entropy_min", name_of[name])] = head.entropy.amin()
-        read = torch.stack([*values.values(), *z]).tolist() if values or z else []  # the only host synchronisation
-        sizes, z = read[: len(values)], read[len(values) :]
-        found: Sizes = {}
-        for (what, name), size in zip(values, sizes, strict=True):
-            found.setdefault(what, {})[name] = size
-        found["headroom"] = {name: headroom(size) for name, size in found.get("activation_absmax", {}).items()}
-        self._sizes |= found
-        self._blocks = [*found.get("activation_rms", {})]
-        return {
-            **spread(found),
-            **over_all("activation_rms_max", np.max, found.get("activation_rms", {})),
-            **over_all("headroom_min", np.min, found["headroom"]),
-            **over_all("norm_variance_min", np.min, found.get("norm_variance", {})),
-            **over_all("attn_logit_bound", np.max, found.get("attn_logit_bound", {})),
-            **over_all("attn_logit_max", np.max, found.get("attn_logit_max", {})),
-            **dict(zip(("monitors/log_z_mean", "monitors/log_z_max"), z, strict=False)),
-        }
-
-    @torch.no_grad()
-    def gradients(self, model: nn.Module) -> Metrics:
-        """Measures norms of raw gradients and weights, and zero gradients; copies the weights for `updates`."""
+    def updates(self, model: nn.Module, optimizer: Optimizer) -> Part:
+        """Measures ratios of updates to weights, and of gradients to Adam's denominator, after the update."""
         parameters, watched = trained(model), blocks(model)
-        self._blocks = self._blocks or [*watched]
-        values, count = [*parameters.values()], len(parameters)
-        gradients = [p.grad for p in values if p.grad is not None]
-        read = torch.cat([norms(gradients), zero_shares(gradients), norms(values)]).tolist()
-        self._gradient_norms = dict(zip(parameters, read[:count], strict=True))
-        self._weight_norms = dict(zip(parameters, read[2 * count :], strict=True))
-        zeros = dict(zip(parameters, read[count : 2 * count], strict=True))
-        self._held = [p.clone() for p in values]  # the update is the difference to these
-        found: Sizes = {"grad_norm": {}, "zero_grads": {}, "weight_rms": {}}
-        grad_rms = self._sizes["grad_rms"] = {}
-        for where, names in by_place(parameters, watched).items():
-            sizes = {name: parameters[name].numel() for name in names}
-            found["grad_norm"][where] = whole = root_sum(self._gradient_norms[name] for name in names)
-            found["zero_grads"][where] = sum(zeros[n] * size for n, size in sizes.items()) / sum(sizes.values())
-            grad_rms[where] = whole / sum(sizes.values()) ** 0.5
-            weights = root_sum(self._weight_norms[name] for name in names)
-            found["weight_rms"][where] = weights / sum(sizes.values()) ** 0.5
-        self._sizes |= found
-        everywhere = sum(zeros[name] * p.numel() for name, p in parameters.items()) / sum(p.numel() for p in values)
-        return spread(found) | {"monitors/zero_grads": everywhere}
-
-    @torch.no_grad()
-    def updates(self, model: nn.Module, optimizer: Optimizer) -> Metrics:
-        """Measures ratios of updates to weights, and of gradients to Adam's denominator.
-
-        Call `gradients` before the update.
-        """
-        parameters, watched = trained(model), blocks(model)
-        moved = torch._foreach_sub([*parameters.values()], self._held)
+        moved = torch._foreach_sub([*parameters.values()], [*self.weights.values()])
         adaptive = Adaptive(optimizer, parameters)
         parts = [norms([*moved])]  # collected on the device: `torch.cat(parts).tolist()` is the only synchronisation
         if adaptive.names:
@@ -171,44 +103,161 @@ class Probe:
 
         ratio = {}
         for where, names in by_place(parameters, watched).items():
-            weights = root_sum(self._weight_norms[name] for name in names)
+            weights = root_sum(self.weight_norms[name] for name in names)
             if weights:  # a place whose weights are all zero-initialised has no ratio yet
                 ratio[where] = root_sum(lengths[name] for name in names) / weights
         found: Sizes = {"update_ratio": ratio, "g_over_sqrt_v": {}}
-        over_eps = self._sizes["grad_over_eps"] = {}
+        over_eps = {}
         for where, names in by_place(adaptive.names, watched).items():
             size = sum(numel[name] for name in names)
             squares = sum(numel[name] * stale[name] ** 2 for name in names)
             found["g_over_sqrt_v"][where] = (squares / size) ** 0.5
             over_eps[where] = root_sum(clipped[name] / eps[name] for name in names) / size**0.5
-        return {
+        metrics = {
             **spread(found),
             **over_all("update_ratio_max", np.max, ratio),
             **over_all("g_over_sqrt_v_max", np.max, stale),
             **over_all("grad_over_eps_min", np.min, {n: clipped[n] / eps[n] / numel[n] ** 0.5 for n in clipped}),
         }
+        return Part(metrics, {"grad_over_eps": over_eps})
 
-    def update_margin(self, model: nn.Module, batch: Batch, objective: Loss) -> Metrics:
-        """Searches along the update for the length at which the loss rises; see `line_search.py`.
+    def update_margin(self, model: nn.Module, batch: Batch, objective: Loss) -> Part:
+        """Searches along the update for the length at which the loss rises, after the update; see `line_search.py`.
 
-        Call `gradients` before the update. No metric with sharded parameters.
+        No metric with sharded parameters.
         """
-        before = dict(zip(trained(model), self._held, strict=True))
-        if any(hasattr(p, "to_local") for p in before.values()):
-            return {}
+        if any(hasattr(p, "to_local") for p in self.weights.values()):
+            return Part({})
         with isolated(model):
-            return {"monitors/update_margin": margin(along_update(model, before, batch, objective.plain))}
+            along = along_update(model, dict(self.weights), batch, objective.plain)
+            return Part({"monitors/update_margin": margin(along)})
 
-    def layers(self) -> Metrics:
-        """Returns gradient norm and weight norm of every parameter. Call `gradients` first."""
-        found: Sizes = {"layer_grad_norm": self._gradient_norms, "layer_weight_norm": self._weight_norms}
-        return spread(found)
+    def layers(self) -> Part:
+        """Returns gradient norm and weight norm of every parameter."""
+        return Part(spread({"layer_grad_norm": {**self.norms}, "layer_weight_norm": {**self.weight_norms}}))
 
-    def hessian(self, model: nn.Module, batch: Batch, objective: Loss, iterations: int, samples: int) -> Metrics:
-        """Measures the top eigenvalue of the loss's Hessian in an isolated forward pass."""
-        with isolated(model):
-            top = curvature.of_loss(model, batch, objective.plain, iterations, samples)
-        return {"monitors/hessian_top": top.item()}
+
+def low_precision(precision: Forward, device: str) -> str:
+    """Returns `fp16` or `fp8` if the forward pass runs in it on a device type; else an empty string."""
+    if getattr(precision, "name", "") == "fp8":
+        return "fp8"
+    with precision.autocast():
+        fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+    return "fp16" if fp16 else ""
+
+
+@torch.no_grad()
+def measure_forward(model: nn.Module, batch: Batch, precision: Forward, objective: Loss) -> Part:
+    """Measures activations, attention and, for logits, log Z of one micro-batch in an isolated forward pass."""
+    watched = blocks(model)
+    with (
+        isolated(model),
+        recording_activations(watched) as heard,
+        recording_norms(watched) as norm_variances,
+        recording_attention(model) as heads,
+    ):
+        with precision.autocast():
+            output = isolated_forward(model, batch.inputs)
+        z = log_z(output, batch.targets) if objective.softmax else ()
+    name_of = block_names(heads, watched)
+    values = {("activation_rms", name): value for name, value in heard.rms.items()}
+    values |= {("activation_absmax", name): value for name, value in heard.absmax.items()}
+    values |= {("norm_variance", name): value for name, value in norm_variances.items()}
+    for name, head in heads.items():
+        values[("attn_logit_bound", name_of[name])] = head.bound.amax()
+        values[("attn_logit_max", name_of[name])] = head.largest.amax()
+        values[("attn_entropy", name_of[name])] = head.entropy.mean()
+        values[("attn_entropy_min", name_of[name])] = head.entropy.amin()
+    read = torch.stack([*values.values(), *z]).tolist() if values or z else []  # the only host synchronisation
+    sizes, z = read[: len(values)], read[len(values) :]
+    found: Sizes = {}
+    for (what, name), size in zip(values, sizes, strict=True):
+        found.setdefault(what, {})[name] = size
+    found["headroom"] = {name: headroom(size) for name, size in found.get("activation_absmax", {}).items()}
+    metrics = {
+        **spread(found),
+        **over_all("activation_rms_max", np.max, found.get("activation_rms", {})),
+        **over_all("headroom_min", np.min, found["headroom"]),
+        **over_all("norm_variance_min", np.min, found.get("norm_variance", {})),
+        **over_all("attn_logit_bound", np.max, found.get("attn_logit_bound", {})),
+        **over_all("attn_logit_max", np.max, found.get("attn_logit_max", {})),
+        **dict(zip(("monitors/log_z_mean", "monitors/log_z_max"), z, strict=False)),
+    }
+    return Part(metrics, found, [*found.get("activation_rms", {})])
+
+
+@torch.no_grad()
+def measure_gradients(model: nn.Module) -> Gradients:
+    """Measures norms of raw gradients and weights, and zero gradients, before the update; copies the weights."""
+    parameters, watched = trained(model), blocks(model)
+    values, count = [*parameters.values()], len(parameters)
+    gradients = [p.grad for p in values if p.grad is not None]
+    read = torch.cat([norms(gradients), zero_shares(gradients), norms(values)]).tolist()
+    gradient_norms = dict(zip(parameters, read[:count], strict=True))
+    zeros = dict(zip(parameters, read[count : 2 * count], strict=True))
+    weight_norms = dict(zip(parameters, read[2 * count :], strict=True))
+    found: Sizes = {"grad_norm": {}, "zero_grads": {}, "weight_rms": {}}
+    grad_rms = {}
+    for where, names in by_place(parameters, watched).items():
+        sizes = {name: parameters[name].numel() for name in names}
+        found["grad_norm"][where] = whole = root_sum(gradient_norms[name] for name in names)
+        found["zero_grads"][where] = sum(zeros[n] * size for n, size in sizes.items()) / sum(sizes.values())
+        grad_rms[where] = whole / sum(sizes.values()) ** 0.5
+        weights = root_sum(weight_norms[name] for name in names)
+        found["weight_rms"][where] = weights / sum(sizes.values()) ** 0.5
+    everywhere = sum(zeros[name] * p.numel() for name, p in parameters.items()) / sum(p.numel() for p in values)
+    return Gradients(
+        spread(found) | {"monitors/zero_grads": everywhere},
+        {**found, "grad_rms": grad_rms},
+        [*watched],
+        norms=gradient_norms,
+        weight_norms=weight_norms,
+        weights={name: p.clone() for name, p in parameters.items()},
+    )
+
+
+def measure_hessian(model: nn.Module, batch: Batch, objective: Loss, iterations: int, samples: int) -> Part:
+    """Measures the top eigenvalue of the loss's Hessian in an isolated forward pass."""
+    with isolated(model):
+        top = curvature.of_loss(model, batch, objective.plain, iterations, samples)
+    return Part({"monitors/hessian_top": top.item()})
+
+
+AnyPart = TypeVar("AnyPart", bound=Part)
+
+
+class Probe:
+    """One inspection of one step: collects its parts, and judges them together.
+
+    Args:
+        low_precision: see there.
+
+    Attributes:
+        metrics: metrics measured so far, by name.
+        failure: why some metrics are missing, in one line; None if none are.
+    """
+
+    def __init__(self, low_precision: str = "") -> None:
+        self.metrics: Metrics = {}
+        self.failure: str | None = None
+        self._sizes: Sizes = {}
+        self._blocks: Sequence[str] = ()
+        self._low_precision = low_precision
+
+    def attempt(self, what: str, measure: Callable[[], AnyPart]) -> AnyPart | None:
+        """Measures a part and returns it; if that fails, records why and returns None."""
+        try:
+            part = measure()
+        except Exception as error:  # a user's model may raise anything, and monitors must not end a run
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.failure = self.failure or (
+                f"the monitors could not measure {what} ({reason}); training continues without these metrics"
+            )
+            return None
+        self.metrics |= part.metrics
+        self._sizes |= part.sizes
+        self._blocks = self._blocks or part.blocks
+        return part
 
     def signs(self, applied: bool) -> dict[str, str | None]:
         """Returns the text of each alarm by kind, None for each that does not hold.
@@ -224,7 +273,12 @@ class Probe:
             "explosion": growth.explosion(activation_rms, grad_rms),
             "vanishing": growth.vanishing(activation_rms, grad_rms),
             "attention": growth.attention(self._sizes.get("attn_logit_max", {})),
-            "starving": growth.starving(self._of_blocks("grad_over_eps"), zeros, fp16=self._fp16, fp8=self._fp8),
+            "starving": growth.starving(
+                self._of_blocks("grad_over_eps"),
+                zeros,
+                fp16=self._low_precision == "fp16",
+                fp8=self._low_precision == "fp8",
+            ),
         }
 
     def _of_blocks(self, what: str) -> dict[str, float]:

@@ -21,15 +21,20 @@ SAMPLED = 2**16
 
 
 class NoLengths:
-    """Measures nothing, without a kernel."""
+    """Measures nothing, without a kernel. Base class of `Lengths`."""
 
     def before(self, model: nn.Module) -> Tensor | None:
-        """Returns None."""
+        """Returns what `after` needs of the weights before the optimizer's step: nothing."""
         del model
         return None
 
     def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Returns no numbers."""
+        """Returns `update` and `weights`, fp32, 0-d on the device: nothing.
+
+        Args:
+            before: what `before` returned in this step.
+            sum_over_ranks: adds up the ranks' tensors; only called for sharded parameters.
+        """
         del before, sum_over_ranks
         return {}
 
@@ -44,7 +49,7 @@ class Lengths(NoLengths):
         self._factor, self._sharded = 1.0, False
 
     def before(self, model: nn.Module) -> Tensor:
-        """Returns a copy of the sample, with room for a second one; call it before the optimizer's step."""
+        """Returns a copy of the sample, with room for a second one."""
         if self._model is None or self._model() is not model:
             self._choose(model)
         copies = self._views[0].new_empty((2, self._elements), dtype=self._dtype)
@@ -52,12 +57,7 @@ class Lengths(NoLengths):
         return copies
 
     def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Returns `update` and `weights`, fp32, 0-d on the device.
-
-        Args:
-            before: what `before` returned in this step.
-            sum_over_ranks: adds up the ranks' tensors; only called for sharded parameters.
-        """
+        """Returns `update` and `weights`."""
         assert before is not None
         earlier, now = before.unbind()
         torch.cat(self._views, out=now)

@@ -8,14 +8,14 @@ checkpoint (`checkpoint/sharded.py`). The ranks share the work of verifying a ch
 its shards, by itself, so the run folder must be visible to all machines.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stabletrain.checkpoint.checkpoints import Checkpoints, NoCheckpoints
-from stabletrain.checkpoint.folder import OnEvent
+from stabletrain.checkpoint.folder import OnEvent, Verify
+from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint, peek, verify
-from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, is_sharded
+from stabletrain.checkpoint.tree import ShardWriters, Tree, flatten, is_sharded
 from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object, run_on_main, timeout
 
 SHARE = 2 / 3
@@ -30,59 +30,32 @@ class SharedCheckpoints(NoCheckpoints):
         ranks: this process among those of the run.
     """
 
-    def __init__(self, own: Checkpoints | NoCheckpoints, ranks: Ranks) -> None:
+    def __init__(self, own: NoCheckpoints, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
-        own.verify = self._verify
         self.keeps = own.keeps
 
-    @property
-    def failed(self) -> int:
-        """Returns the number of failed writes that this rank knows of."""
-        return self._own.failed
-
-    def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
-        """Opens the checkpoints on rank 0; raises on all ranks if that fails."""
-
-        run_on_main(self._ranks, lambda: self._own.open(folder, on_event, run))
+    def open(self, folder: Path, on_event: OnEvent, run: str | None = None, verify: Verify = verify) -> None:
+        """Opens the checkpoints on rank 0; raises on all ranks if that fails. All ranks share each `verify`."""
+        del verify
+        run_on_main(self._ranks, lambda: self._own.open(folder, on_event, run, self._verify_together))
 
     def due(self, step: int) -> bool:
         """Returns whether a checkpoint is due after `step` steps, which is the same on every rank."""
         return self._own.due(step)
 
-    def save(
-        self,
-        step: int,
-        tree: Tree,
-        *,
-        info: Mapping[str, Any],
-        healthy: bool,
-        val_loss: float | None,
-        anchors: Sequence[int] = (),
-        here: bool = True,
-        place: ShardTarget | None = None,
-    ) -> None:
+    def save(self, step: int, tree: Tree, **about: Any) -> None:
         """Writes the whole state on rank 0, or the shards of a sharded state on every rank."""
-        del place
         if not self.keeps:
             return
-        about: dict[str, Any] = {
-            "info": info,
-            "healthy": healthy,
-            "val_loss": val_loss,
-            "anchors": anchors,
-            "here": here,
-        }
         if not any(map(is_sharded, flatten(tree)[0].values())):
             if self._ranks.is_main:
                 self._own.save(step, tree, **about)
             return
         # The last write must have ended on all ranks before the next may use a folder.
         self.wait()
-        temporary = self._ask(lambda: self._own.begin(step))
-        if temporary is not None:
-            patience = timeout().total_seconds() * SHARE
-            place = ShardTarget(temporary, self._ranks.rank, self._ranks.world_size, patience)
-            self._own.save(step, tree, **about, place=place)
+        patience = timeout().total_seconds() * SHARE
+        writers = ShardWriters(self._ranks.rank, self._ranks.world_size, patience, self._ask)
+        self._own.save(step, tree, **about, writers=writers)
 
     def wait(self) -> None:
         """Waits for the last write to end on every rank; if it raised on any rank, raises on all."""
@@ -100,10 +73,6 @@ class SharedCheckpoints(NoCheckpoints):
     def finish_quietly(self) -> None:
         """Waits for this rank's last write only: the other ranks may be gone."""
         self._own.finish_quietly()
-
-    def saved(self, step: int) -> bool:
-        """Returns rank 0's answer."""
-        return self._ask(lambda: self._own.saved(step))
 
     def unsaved(self) -> str | None:
         """Returns rank 0's answer."""
@@ -155,7 +124,7 @@ class SharedCheckpoints(NoCheckpoints):
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Returns rank 0's answer, or raises its exception, on every rank.
 
-        While rank 0 looks for the answer, the other ranks do their share of each `_verify`.
+        While rank 0 looks for the answer, the other ranks do their share of each `_verify_together`.
         """
         if self._ranks.is_main:
             answer, raised = None, None
@@ -166,14 +135,14 @@ class SharedCheckpoints(NoCheckpoints):
             broadcast_object((None, answer, raised))
         else:
             path, answer, raised = broadcast_object(None)
-            while path is not None:  # a request from `_verify`, not the answer yet
+            while path is not None:  # a request from `_verify_together`, not the answer yet
                 all_gather_object(self._fault(path))
                 path, answer, raised = broadcast_object(None)
         if raised is not None:
             raise raised
         return answer
 
-    def _verify(self, path: Path) -> Checkpoint:
+    def _verify_together(self, path: Path) -> Checkpoint:
         """Has every rank verify its share of a checkpoint. Runs on rank 0, within `_ask`.
 
         Raises:
@@ -195,6 +164,6 @@ class SharedCheckpoints(NoCheckpoints):
         return ""
 
 
-def for_all_ranks(checkpoints: Checkpoints | NoCheckpoints, ranks: Ranks) -> Checkpoints | NoCheckpoints:
+def for_all_ranks(checkpoints: NoCheckpoints, ranks: Ranks) -> NoCheckpoints:
     """Returns `checkpoints`, wrapped if there are several ranks."""
     return SharedCheckpoints(checkpoints, ranks) if ranks.distributed else checkpoints

@@ -24,6 +24,7 @@ class SingleProcess:
         head_apart: whether the model's head may run outside its forward pass.
     """
 
+    ranks: Ranks
     name = "alone"
     has_whole_moments = True
     head_apart = True

@@ -34,15 +34,15 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 @dataclass(frozen=True)
 class TorchInit:
-    """Keeps the weights that the model's constructor has set."""
+    """Keeps the weights that the model's constructor has set. Base class of all kinds, and what each must offer."""
 
     def __call__(self, model: nn.Module) -> None:
-        """Does nothing and draws no random numbers."""
+        """Rewrites the parameters of a new model in place. This one does nothing and draws no random numbers."""
         del model
 
 
 @dataclass(frozen=True)
-class GPT2Init:
+class GPT2Init(TorchInit):
     """GPT-2's init: weights N(0, std), biases 0, residual projections N(0, std / sqrt(N)).
 
     N is the number of residual projections, two per block. At any depth, the variance of their sum then equals that of
@@ -70,7 +70,7 @@ class GPT2Init:
 
 
 @dataclass(frozen=True)
-class NormalInit:
+class NormalInit(TorchInit):
     """OLMo 2's init (arXiv 2501.00656): every weight N(0, std), whatever its shape and depth; biases 0.
 
     Every block adds the same variance to the residual stream, so its standard deviation grows with the square root of
@@ -96,7 +96,7 @@ class NormalInit:
 
 
 @dataclass(frozen=True)
-class FanInInit:
+class FanInInit(TorchInit):
     """Weights N(0, 1 / sqrt(fan-in)), truncated; embeddings N(0, 1 / sqrt(width)) (arXiv 2309.14322, section 2.1).
 
     The fan-in is the number of values that one output sums over, including a kernel's pixels. Every layer then maps
@@ -118,7 +118,7 @@ class FanInInit:
 
 
 @dataclass(frozen=True)
-class SmallInit:
+class SmallInit(TorchInit):
     """Small sub-layers, large shortcut: weights N(0, s), residual projections N(0, s / sqrt(N)), embeddings N(0, 1).
 
     s = sqrt(2 / (5 d)), d is the width of the embeddings and N the number of residual projections. Token embeddings
@@ -153,7 +153,7 @@ class SmallInit:
 
 
 @dataclass(frozen=True)
-class ZeroResidualInit:
+class ZeroResidualInit(TorchInit):
     """Residual branches that output 0 at the start, so that a network of any depth starts as its shortcuts.
 
     If a model lists residual projections, these are 0 and every other weight is N(0, 0.02), as in GPT-2. Fixup (arXiv

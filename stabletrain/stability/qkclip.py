@@ -6,8 +6,7 @@ S_max is the head's largest attention logit q·k / sqrt(d) in the forward passes
 logits by gamma, so the next step's start from the bound; attention itself is unchanged. Source: Kimi K2, arXiv
 2507.20534, section 2.1 (there with Muon; works with any optimizer).
 
-A kind of QK-clip creates a meter for each attention, which passes its queries and keys to it. After the update the kind
-is called with the model.
+A kind of QK-clip creates a meter for each attention, and is called with the model after the update.
 """
 
 from dataclasses import dataclass
@@ -64,25 +63,28 @@ class LogitMeter(nn.Module):
 
 @dataclass(frozen=True)
 class NoQKClip:
-    """No QK-clip."""
+    """No QK-clip. Base class of all kinds, and what each must offer."""
 
     def meter(self, n_head: int) -> nn.Module:
-        """Returns a meter that measures nothing."""
+        """Returns the module that every attention of `n_head` heads calls with its queries and keys.
+
+        This one measures nothing.
+        """
         del n_head
         return NoMeter()
 
     def maxima(self, model: nn.Module) -> list[Tensor]:
-        """Returns an empty list."""
+        """Returns this rank's maxima, which the caller replaces in place by those of all ranks: none."""
         del model
         return []
 
     def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:
-        """Does nothing."""
+        """Bounds the weights after the update, if `gate` is open; must not synchronize with the host. Does nothing."""
         del model, gate
 
 
 @dataclass(frozen=True)
-class QKClip:
+class QKClip(NoQKClip):
     """QK-clip per head.
 
     Attributes:
@@ -99,11 +101,11 @@ class QKClip:
             )
 
     def meter(self, n_head: int) -> nn.Module:
-        """Returns a meter of `n_head` heads; attention calls it with the queries and keys of its dot product."""
+        """Returns a meter of `n_head` heads."""
         return LogitMeter(n_head)
 
     def maxima(self, model: nn.Module) -> list[Tensor]:
-        """Returns the maxima of every meter, so that the caller can take their maximum over ranks."""
+        """Returns the maxima of every meter."""
         return [meter.get_buffer("max_logit") for meter in model.modules() if isinstance(meter, LogitMeter)]
 
     @torch.no_grad()

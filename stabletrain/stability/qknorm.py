@@ -59,16 +59,16 @@ class HeadRMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class NoQKNorm:
-    """No QK-norm."""
+    """No QK-norm. Base class of all kinds, and what each must offer."""
 
     def __call__(self, head_dim: int) -> nn.Module:
-        """Returns the identity."""
+        """Returns the module that normalises queries or keys over the head dimension: the identity."""
         del head_dim
         return nn.Identity()
 
 
 @dataclass(frozen=True)
-class LayerNormQK:
+class LayerNormQK(NoQKNorm):
     """QK-LayerNorm, as in arXiv 2309.14322.
 
     Attributes:
@@ -86,7 +86,7 @@ class LayerNormQK:
 
 
 @dataclass(frozen=True)
-class RMSNormQK:
+class RMSNormQK(NoQKNorm):
     """QK-RMSNorm: does not subtract the mean; used by Gemma 3, Qwen 3 and OLMo 2 (arXiv 2501.00656).
 
     Attributes:

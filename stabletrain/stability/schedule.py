@@ -3,50 +3,27 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from stabletrain.errors import ConfigError
 
 
-@runtime_checkable
-class WarmupKind(Protocol):
-    """A kind of warmup."""
-
-    def length(self, total: int) -> int:
-        """Returns the number of warmup steps in a run of `total` steps."""
-        ...
-
-    def factor(self, step: int, total: int) -> float:
-        """Returns the factor of the peak learning rate, in (0, 1], at `step`, counted from 0."""
-        ...
-
-
-@runtime_checkable
-class ScheduleKind(Protocol):
-    """A kind of schedule."""
-
-    def factor(self, progress: float) -> float:
-        """Returns the factor of the peak learning rate, in [0, 1]; `progress` is 0 after warmup, 1 at the run's end."""
-        ...
-
-
 @dataclass(frozen=True)
 class NoWarmup:
-    """The peak learning rate from the first step on."""
+    """The peak learning rate from the first step on. Base class of all kinds, and what each must offer."""
 
     def length(self, total: int) -> int:
-        """Returns 0."""
+        """Returns the number of warmup steps in a run of `total` steps: 0."""
         del total
         return 0
 
     def factor(self, step: int, total: int) -> float:
-        """Returns 1."""
+        """Returns the factor of the peak learning rate, in (0, 1], at `step`, counted from 0: always 1."""
         del step, total
         return 1.0
 
 
 @dataclass(frozen=True)
-class LinearWarmup:
+class LinearWarmup(NoWarmup):
     """A straight line from nearly 0 to the peak (Goyal et al., arXiv 1706.02677).
 
     Attributes:
@@ -82,16 +59,20 @@ class CosineWarmup(LinearWarmup):
 
 @dataclass(frozen=True)
 class Constant:
-    """The peak learning rate to the end."""
+    """The peak learning rate to the end. Base class of all kinds, and what each must offer."""
 
     def factor(self, progress: float) -> float:
-        """Returns 1."""
+        """Returns the factor of the peak learning rate, in [0, 1]: always 1.
+
+        Args:
+            progress: 0 at the end of the warmup, 1 at the run's end.
+        """
         del progress
         return 1.0
 
 
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(Constant):
     """Half a cosine from the peak to `final_ratio` times the peak (Loshchilov and Hutter, arXiv 1608.03983).
 
     Attributes:
@@ -109,7 +90,7 @@ class Cosine:
 
 
 @dataclass(frozen=True)
-class WSD:
+class WSD(Constant):
     """Warmup, stable, decay: the peak for most of the run, then a decay to `final_ratio` times the peak.
 
     Runs of different lengths can branch off one run at the peak, each with its own decay (MiniCPM, arXiv 2404.06395,
@@ -142,7 +123,7 @@ class WSD:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Constant):
     """The peak, multiplied by `gamma` at each milestone, as He et al. train ResNets (arXiv 1512.03385, section 4.2).
 
     Attributes:
@@ -178,8 +159,8 @@ def check_final_ratio(ratio: float) -> None:
 class LearningRate:
     """Warmup times schedule over a run of `total` steps: a pure function of the step number."""
 
-    warmup: WarmupKind
-    schedule: ScheduleKind
+    warmup: NoWarmup
+    schedule: Constant
     total: int
 
     def __post_init__(self) -> None:
@@ -195,3 +176,7 @@ class LearningRate:
         start = self.warmup.length(self.total)
         progress = max(0.0, step - start) / max(1, self.total - start)
         return self.warmup.factor(step, self.total) * self.schedule.factor(min(1.0, progress))
+
+
+WarmupKind = NoWarmup  # for trainer/tools.py
+ScheduleKind = Constant  # for trainer/tools.py

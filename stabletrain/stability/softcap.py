@@ -39,7 +39,7 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Bool[Tensor, "
 
 @dataclass(frozen=True)
 class NoSoftcap:
-    """PyTorch's fused attention, and unchanged final logits."""
+    """PyTorch's fused attention, and unchanged final logits. Base class of all kinds, and what each must offer."""
 
     def attend(self, q: Queries, k: Keys, v: Keys, *, is_causal: bool, dropout_p: float) -> Queries:
         """Returns `softmax(q k^T / sqrt(dim)) v`, in the dtype of `v`."""
@@ -56,7 +56,7 @@ class NoSoftcap:
 
 
 @dataclass(frozen=True)
-class Gemma2Softcap:
+class Gemma2Softcap(NoSoftcap):
     """Softcap of the attention logits and of the final logits.
 
     Stores the scores, `[batch, head, query, key]`, which fused attention avoids: expect a slower step.

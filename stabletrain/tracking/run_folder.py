@@ -63,7 +63,12 @@ def check_same_data(earlier: Mapping[str, Any], data: Mapping[str, Any], run: Pa
 
 
 class NoRunFolder:
-    """Records nothing: for all ranks except the main process."""
+    """Records nothing: for all ranks except the main process. Base class, and what each must offer.
+
+    Attributes:
+        id: eight letters and digits, which a resumed run keeps; empty before `start`.
+        init_from: the weights that the run began with; see `start`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,32 +88,56 @@ class NoRunFolder:
         options: Sequence[str] = (),
         overrides: Sequence[str] = (),
     ) -> str:
-        """Returns the id of the run."""
+        """Claims the folder and begins the record; returns the id of the run. This one does nothing.
+
+        Args:
+            resuming: whether to continue the run in the folder, if there is one, with its id and start time.
+            choices: option chosen in each config group.
+            data: fingerprint of the data set.
+            model: number of parameters, and FLOPs.
+            init_from: the weights that the run began with; empty if its own. A resumed run keeps the first record.
+            run_id: the id of a resumed run whose folder has lost its `run.json`.
+            options, overrides: the command line. A resumed run keeps those of its first start, by which `resume=auto`
+                recognizes it.
+
+        Raises:
+            ConfigError: the folder contains a run that this one does not continue, another process uses the folder, or
+                it cannot be written.
+        """
         return self.id
 
     def abandon(self, reason: str) -> None:
-        """Does nothing."""
+        """Ends a run that failed to start. Does nothing."""
 
     def learn(self, hardware: Mapping[str, Any]) -> None:
-        """Does nothing."""
+        """Adds to the record of the machine. Does nothing."""
 
     def change(self, step: int, keys: Mapping[str, Any], *, on_top: bool = False) -> None:
-        """Does nothing."""
+        """Records the settings that a run has changed by resuming after `step` steps. Does nothing.
+
+        Args:
+            keys: configuration keys, each as `[before, now]`; empty if nothing has changed.
+            on_top: whether the checkpoint of `step` has the changes that are recorded for `step` already. If not, these
+                are dropped: the run is resumed from `step` once more, and otherwise.
+        """
 
     def went_back(self, step: int) -> None:
-        """Does nothing."""
+        """Dates changes of later steps to `step`: the steps after it are run again. Does nothing."""
 
     def finish(self, status: str, reason: str | None, final: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
-        """Does nothing."""
+        """Records how the run ended. Does nothing.
+
+        Args:
+            status: finished, halted, preempted or failed.
+            reason: one line for the user, or None.
+            final: the last metrics; NaN and infinities as in `metrics.jsonl`.
+            remarks: what else to know of a finished run, a line each. Unlike `reason` they do not mean
+                that something is left to do.
+        """
 
 
 class RunFolder(NoRunFolder):
-    """Writes `run.json`, atomically, and locks the run folder while the run is active.
-
-    Attributes:
-        id: eight letters and digits, which a resumed run keeps; empty before `start`.
-        init_from: the weights that the run began with; see `start`.
-    """
+    """Writes `run.json`, atomically, and locks the run folder while the run is active."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -129,25 +158,7 @@ class RunFolder(NoRunFolder):
         options: Sequence[str] = (),
         overrides: Sequence[str] = (),
     ) -> str:
-        """Writes `run.json` with status `running`.
-
-        Args:
-            resuming: whether to continue the run in the folder, if there is one, with its id and start time.
-            choices: option chosen in each config group.
-            data: fingerprint of the data set.
-            model: number of parameters, and FLOPs.
-            init_from: the weights that the run began with; empty if its own. A resumed run keeps the first record.
-            run_id: the id of a resumed run whose folder has lost its `run.json`.
-            options, overrides: the command line. A resumed run keeps those of its first start, by which `resume=auto`
-                recognizes it.
-
-        Returns:
-            the id of the run.
-
-        Raises:
-            ConfigError: the folder contains a run that this one does not continue, another process uses the folder, or
-                it cannot be written.
-        """
+        """Writes `run.json` with status `running`; returns the id of the run."""
         earlier = self._claim_for(resuming)
         try:
             check_same_data(earlier.get("data", {}), data, self.path)
@@ -235,14 +246,9 @@ class RunFolder(NoRunFolder):
         self._record["hardware"] |= hardware
 
     def change(self, step: int, keys: Mapping[str, Any], *, on_top: bool = False) -> None:
-        """Records the settings that a run has changed by resuming after `step` steps.
+        """Records changed settings.
 
         Changes of later steps are dropped: they belong to steps that the run has gone back from.
-
-        Args:
-            keys: configuration keys, each as `[before, now]`; empty if nothing has changed.
-            on_top: whether the checkpoint of `step` already has the changes recorded for `step`. If not, these are
-                dropped too: the run is resumed from `step` once more, with other settings.
         """
         earlier = self._record.get("changes", [])
         changes = [change for change in earlier if change["step"] < step + on_top]
@@ -269,14 +275,7 @@ class RunFolder(NoRunFolder):
             self.finish("failed", reason, {})
 
     def finish(self, status: str, reason: str | None, final: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
-        """Writes how the run ended.
-
-        Args:
-            status: finished, halted, preempted or failed.
-            reason: one line for the user, or None.
-            final: the last metrics; NaN and infinities as in `metrics.jsonl`.
-            remarks: other lines about a finished run. Unlike `reason` they do not mean that something is left to do.
-        """
+        """Writes how the run ended."""
         assert status in STATUSES[1:], status
         self._record |= {"status": status, "reason": reason, "ended": now(), "final": dict(final)}
         self._record["remarks"] = [*remarks]

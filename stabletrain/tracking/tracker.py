@@ -5,11 +5,11 @@ from typing import Any
 
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
-from stabletrain.tracking.wandb import NoWandb, Wandb
+from stabletrain.tracking.wandb import NoWandb
 
 
 class NoTracker:
-    """Logs nothing: for all ranks except the main process."""
+    """Logs nothing: for all ranks except the main process. Base class, and what each tracker must offer."""
 
     def start(self, total: int, first: int) -> None:
         """Starts the progress line with `first` of `total` steps done."""
@@ -55,7 +55,7 @@ class Tracker(NoTracker):
     The caller starts `metrics` and `wandb`; `close` ends all three.
     """
 
-    def __init__(self, metrics: Metrics, wandb: Wandb | NoWandb, progress: Progress) -> None:
+    def __init__(self, metrics: Metrics, wandb: NoWandb, progress: Progress) -> None:
         self._metrics, self._wandb, self._progress = metrics, wandb, progress
 
     def start(self, total: int, first: int) -> None:

@@ -31,7 +31,7 @@ WITHOUT_PLOT = ("step", "tick", "guard/applied")
 
 
 class NoWandb:
-    """Logs nothing."""
+    """Logs nothing. Base class of all kinds, and what each must offer; no method may raise or wait for a network."""
 
     def start(
         self,
@@ -41,23 +41,34 @@ class NoWandb:
         typed: Sequence[str] = (),
         sweeping: bool = False,
     ) -> str:
-        """Returns `run_id`, or an empty string."""
+        """Starts the run, or continues it. Does nothing.
+
+        Args:
+            folder: the run folder; files go to its `wandb/`.
+            run_id: the id of the run; None lets W&B choose.
+            config: the whole configuration in plain values; `groups` has the chosen options, `hardware` the machine.
+            typed: the command-line overrides.
+            sweeping: whether the run is part of a sweep.
+
+        Returns:
+            the id of the run, to be stored in the checkpoint; `run_id` or "" if nothing was started.
+        """
         return run_id or ""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Does nothing."""
+        """Logs the metrics of a step. Does nothing."""
 
     def event(self, kind: str, step: int, /, **fields: Any) -> None:
-        """Does nothing."""
+        """Logs an event, such as an incident. Does nothing."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Does nothing."""
+        """Sets summary values of the run. Does nothing."""
 
     def alert(self, title: str, text: str) -> None:
-        """Does nothing."""
+        """Sends an alert to the owner of the run. Does nothing."""
 
     def finish(self, exit_code: int) -> None:
-        """Does nothing."""
+        """Ends the run with its exit code. Does nothing."""
 
 
 class Wandb(NoWandb):
@@ -99,16 +110,8 @@ class Wandb(NoWandb):
     ) -> str:
         """Starts the run, or continues it.
 
-        Args:
-            folder: the run folder; files go to its `wandb/`.
-            run_id: the id of the run; None lets W&B choose. A resumed run keeps its id. Online it stays one run.
-                Offline each start writes its own piece, and `stabletrain sync` joins them.
-            config: the whole configuration in plain values; `groups` has the chosen options, `hardware` the machine.
-            typed: the command-line overrides.
-            sweeping: whether the run is part of a sweep.
-
-        Returns:
-            the id of the run, to be stored in the checkpoint; `run_id` or "" if W&B could not start.
+        A resumed run keeps its id. Online it stays one run. Offline each start writes its own piece, and `stabletrain
+        sync` joins them.
         """
         consequence = "this run is logged offline" if self.mode == "online" else "this run is not logged to W&B"
         card, sweep = card_of(config.get("hardware", {})), sweep_of(folder, sweeping)
@@ -135,7 +138,7 @@ class Wandb(NoWandb):
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs the metrics of a step."""
+        """Logs the metrics of a step, against `step`."""
         if self._run is not None:
             # `step` is a metric, not W&B's own step: W&B drops points whose step goes back, as after a rollback.
             point = {"step": step, **metrics}

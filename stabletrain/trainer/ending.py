@@ -11,13 +11,13 @@ A run whose updates were all withheld has not trained: it has halted.
 import math
 from pathlib import Path
 
+from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.errors import TrainingHalted
 from stabletrain.monitors.change_point import median
-from stabletrain.protocols import GuardPolicy
+from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.guard.slow import validation_bound
 from stabletrain.trainer.history import ENDS, History
-from stabletrain.trainer.roles import Checkpoints
 
 
 def remarks(history: History, best: Path | None) -> list[str]:
@@ -45,7 +45,7 @@ def remarks(history: History, best: Path | None) -> list[str]:
     return found
 
 
-def best_path(checkpoints: Checkpoints) -> Path | None:
+def best_path(checkpoints: NoCheckpoints) -> Path | None:
     """Returns the checkpoint with the lowest validation loss; None without one, or if it cannot be read any more.
 
     A run that has finished stays finished: it may be deleted or damaged while this rank looks at it.
@@ -57,7 +57,7 @@ def best_path(checkpoints: Checkpoints) -> Path | None:
     return None if best is None else best.path
 
 
-def check_updated(step: int, history: History, guard: GuardPolicy) -> None:
+def check_updated(step: int, history: History, guard: NoGuard) -> None:
     """Checks that a run which has done all its steps has trained at all.
 
     Raises:

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.machine.untouched import evaluating
-from stabletrain.protocols import Objective, Parallel, Precision, Sanitizer
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch
+from stabletrain.stability.objective import Objective
+from stabletrain.stability.precision.base import FullPrecision
+from stabletrain.stability.sanitize import Sanitizer
 
 
 @torch.no_grad()
@@ -16,9 +19,9 @@ def evaluate(
     model: nn.Module,
     batches: Iterator[Batch],
     objective: Objective,
-    precision: Precision,
+    precision: FullPrecision,
     sanitizer: Sanitizer,
-    parallel: Parallel,
+    parallel: SingleProcess,
 ) -> dict[str, float]:
     """Computes the objective's metrics over the validation split; without label smoothing or z-loss.
 

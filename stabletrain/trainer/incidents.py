@@ -18,14 +18,15 @@ from stabletrain.forensics.replay import same_bits
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import is_round
-from stabletrain.protocols import StateCheck, Tools
+from stabletrain.protocols import Tools
 from stabletrain.records import Batch, Reading, TrainState, Verdict
 from stabletrain.stability.guard.copies import put_back_after
 from stabletrain.stability.guard.recheck import repeats_exactly
+from stabletrain.stability.guard.state_check import NoStateCheck
 from stabletrain.stability.guard.written import state_is_finite, update_is_finite
 from stabletrain.step import InFlight, apply, compute
-from stabletrain.trainer.roles import Parallelism
 from stabletrain.trainer.run import TrainingRun
 
 UNUSED_BATCHES = 1_000_003
@@ -175,7 +176,7 @@ def is_finite_when_repeated(state: TrainState, device: torch.device) -> bool:
         return update_is_finite(state.model, state.optimizer)
 
 
-def changed_tensors(model: nn.Module, state_check: StateCheck, parallel: Parallelism) -> list[str]:
+def changed_tensors(model: nn.Module, state_check: NoStateCheck, parallel: SingleProcess) -> list[str]:
     """Returns which tensors changed between two updates, on any rank; all ranks must call it."""
     ranks = parallel.ranks
     whose = f"rank {ranks.rank}: " if ranks.distributed else ""

@@ -13,13 +13,16 @@ from typing import Any
 
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import Interrupted, TrainingHalted
+from stabletrain.forecast.forecast import NoForecast
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Reading, Verdict
 from stabletrain.stability.guard.skip import BAD_UPDATE, CHANGED
 from stabletrain.stability.guard.update_check import replays_exactly
 from stabletrain.stability.guard.written import note_start
 from stabletrain.step import commit, compute
+from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.ending import best_path, check_updated, remarks
 from stabletrain.trainer.evaluate import evaluate
 from stabletrain.trainer.history import UNITS, History, Throughput
@@ -31,7 +34,6 @@ from stabletrain.trainer.incidents import (
     investigate_skip,
 )
 from stabletrain.trainer.recheck import compute_twice, confirm, rehearse, tell_out_of_memory
-from stabletrain.trainer.roles import Forecast, Parallelism, Tracker
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.step_log import NOTHING, healing_counts, log_alarms, log_step, reading_metrics
 
@@ -206,7 +208,12 @@ def run_monitors(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
 
 
 def log_forecast(
-    forecast: Forecast, tracker: Tracker, parallel: Parallelism, reading: Reading, seen: Mapping[str, float], due: Due
+    forecast: NoForecast,
+    tracker: NoTracker,
+    parallel: SingleProcess,
+    reading: Reading,
+    seen: Mapping[str, float],
+    due: Due,
 ) -> Due:
     """Logs the trouble that the monitors' metrics predict; returns what is due, with a checkpoint if one is wanted."""
     step = reading.step

@@ -1,112 +1,32 @@
-"""What the objects of config groups must offer, beyond their role in a step, while a run is built.
+"""For build.py, stages.py, tools.py and contract.py: the roles' null classes, by the names that they had."""
 
-`config.make.make` refuses an object of the wrong kind (`guard._target_=builtins.dict`) by these roles, before anything
-calls it.
-"""
+from collections.abc import Callable
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from stabletrain.data.dataset import Dataset
+from stabletrain.faults.planned import NoFaults
+from stabletrain.forecast.forecast import NoForecast
+from stabletrain.forensics.handler import NoIncidentHandler
+from stabletrain.machine.determinism import Off
+from stabletrain.monitors.monitors import NoMonitors
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.stability.clipping import NoClip
+from stabletrain.stability.guard import NoGuard
+from stabletrain.stability.init import TorchInit
+from stabletrain.stability.precision.base import FullPrecision
+from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.tracking.wandb import NoWandb
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from stabletrain.checkpoint.capture import Stateful
-from stabletrain.protocols import Clipping, GuardPolicy, Precision, Seeding
-from stabletrain.records import Batch, TrainState
-from stabletrain.trainer.roles import Forecast, IncidentHandler, Monitors, Parallelism, WandbRun
-
-
-class GuardOption(GuardPolicy, Stateful, Protocol):
-    """An option of `guard`; see `stability/guard/`."""
-
-
-class ClippingOption(Clipping, Protocol):
-    """An option of `clipping`; see `stability/clipping/`."""
-
-
-class PrecisionOption(Precision, Stateful, Protocol):
-    """An option of `precision`; see `stability/precision/`."""
-
-    name: str
-    why: str
-
-    def prepare(self) -> None: ...
-    def wrap_fp32_modules(self, model: nn.Module) -> list[str]: ...
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> None: ...
-
-
-class DeterminismOption(Seeding, Protocol):
-    """An option of `determinism`; see `machine/determinism.py`."""
-
-    def prepare(self) -> Mapping[str, Any]: ...
-    def seed_run(self, seed: int) -> None: ...
-
-
-class ParallelOption(Parallelism, Protocol):
-    """An option of `parallel`; see `parallel/options.py`."""
-
-    head_apart: bool
-
-    def check(self, choices: Mapping[str, str]) -> None: ...
-    def optimizer_overrides(self, choice: str) -> Mapping[str, Any]: ...
-    def shard(self, model: nn.Module) -> None: ...
-    def wrap(self, model: nn.Module) -> None: ...
-    def rows(self, size: int) -> slice: ...
-    def shard_batch(self, batch: Batch, size: int) -> Batch: ...
-
-
-class MonitorsOption(Monitors, Stateful, Protocol):
-    """An option of `monitors`; see `monitors/`."""
-
-
-class ForecastOption(Forecast, Stateful, Protocol):
-    """An option of `forecast`; see `forecast/forecast.py`."""
-
-
-class FaultsOption(Protocol):
-    """An option of `faults`; see `faults/planned.py`."""
-
-    def data(self, data: Any) -> Any: ...
-    def state(self, state: TrainState, precision: Any) -> None: ...
-    def checkpoints(self, checkpoints: Any) -> Any: ...
-    def wandb(self, wandb: Any) -> Any: ...
-
-
-class WandbOption(WandbRun, Protocol):
-    """An option of `wandb`; see `tracking/wandb.py`."""
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-    def event(self, kind: str, step: int, /, **fields: Any) -> None: ...
-    def summary(self, values: Mapping[str, Any]) -> None: ...
-    def alert(self, title: str, text: str) -> None: ...
-    def finish(self, exit_code: int) -> None: ...
-
-
-class InitOption(Protocol):
-    """An option of `init`; see `stability/init.py`."""
-
-    def __call__(self, model: nn.Module) -> None: ...
-
-
-class OptimizerOption(Protocol):
-    """A factory of `optimizer`; see `stability/optimizers/`. The target may also be a `torch.optim.Optimizer`."""
-
-    def __call__(self, model: nn.Module) -> Optimizer: ...
-
-
-class DataOption(Protocol):
-    """An option of `data`; see `data/`."""
-
-    def batch(self, step: int, size: int, split: str) -> Batch: ...
-
-
-class ForensicsOption(IncidentHandler, Protocol):
-    """An option of `forensics`; see `forensics/handler.py`."""
-
-
-class QKClipOption(Protocol):
-    """An option of `qkclip`; see `stability/qkclip.py`."""
-
-    def meter(self, n_head: int) -> nn.Module: ...
-    def maxima(self, model: nn.Module) -> list[Tensor]: ...
-    def __call__(self, model: nn.Module, gate: Tensor) -> None: ...
+GuardOption = NoGuard
+ClippingOption = NoClip
+PrecisionOption = FullPrecision
+DeterminismOption = Off
+ParallelOption = SingleProcess
+MonitorsOption = NoMonitors
+ForecastOption = NoForecast
+FaultsOption = NoFaults
+WandbOption = NoWandb
+InitOption = TorchInit
+ForensicsOption = NoIncidentHandler
+QKClipOption = NoQKClip
+OptimizerOption = Callable
+DataOption = Dataset

@@ -23,17 +23,17 @@ from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
-from stabletrain.protocols import Recheck, Tools
+from stabletrain.protocols import Tools
 from stabletrain.records import Batch, Reading, TrainState, Verdict
 from stabletrain.stability.guard.comparing import Compared, sums
-from stabletrain.stability.guard.recheck import Finding, repeats_exactly
+from stabletrain.stability.guard.recheck import Finding, NoRecheck, repeats_exactly
 from stabletrain.step import Computed, compute, count_targets, forward_backward
+from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.incidents import ExecutedStep, handle_incident
-from stabletrain.trainer.roles import Tracker
 from stabletrain.trainer.run import TrainingRun
 
 
-def rehearse(recheck: Recheck, first: int, steps: int) -> None:
+def rehearse(recheck: NoRecheck, first: int, steps: int) -> None:
     """Repeats one of the first steps of this process, if a later one will be repeated: no other needs more memory.
 
     Args:
@@ -44,7 +44,7 @@ def rehearse(recheck: Recheck, first: int, steps: int) -> None:
         recheck.rehearse(max(first, 1))  # the first step of a run has no moments yet
 
 
-def tell_out_of_memory(recheck: Recheck, reading: Reading, tracker: Tracker, tick: int) -> None:
+def tell_out_of_memory(recheck: NoRecheck, reading: Reading, tracker: NoTracker, tick: int) -> None:
     """Ends repetitions and tells the user, if some rank had too little memory for this one."""
     if not recheck.runs_out_of_memory(reading):
         return
@@ -115,7 +115,7 @@ def compute_twice(state: TrainState, micro_batches: Sequence[Batch], tools: Tool
     return replace(computed, checks=replace(computed.checks, recheck=difference))
 
 
-def collect_finding(recheck: Recheck, part: str, place: str, third: Callable[[Compared], str]) -> Finding:
+def collect_finding(recheck: NoRecheck, part: str, place: str, third: Callable[[Compared], str]) -> Finding:
     """Collects what is known about the newest repetition of a part; waits for the device.
 
     Args:

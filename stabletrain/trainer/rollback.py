@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 
 from stabletrain.checkpoint.capture import restore
 from stabletrain.data.order import position
+from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import TrainingHalted
-from stabletrain.protocols import GuardPolicy
 from stabletrain.records import RollbackPlan
+from stabletrain.stability.guard import NoGuard
+from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History
-from stabletrain.trainer.roles import Batches, Tracker
 from stabletrain.trainer.saved_states import HasCumulativeState, SavedStates
 
 
@@ -56,7 +57,7 @@ class Rollback:
     """
 
     def __init__(
-        self, saved: SavedStates, *, history: History, guard: GuardPolicy, batches: Batches, tracker: Tracker
+        self, saved: SavedStates, *, history: History, guard: NoGuard, batches: Prefetch, tracker: NoTracker
     ) -> None:
         self.saved = saved
         self.replaying: PendingReplay | None = None

@@ -7,22 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from stabletrain.comparison.pages.at_end import NoPage
+from stabletrain.data.prefetch import Prefetch
+from stabletrain.forecast.forecast import NoForecast
+from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.machine.hardware import Usage
+from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
+from stabletrain.tracking.run_folder import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History
-from stabletrain.trainer.roles import (
-    Batches,
-    Forecast,
-    IncidentHandler,
-    Monitors,
-    Page,
-    Parallelism,
-    RunFolder,
-    Tracker,
-)
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.saved_states import SavedStates
 
@@ -51,7 +48,7 @@ class TrainingData:
         to_device: moves a batch to the training device; see `data/to_device.py`.
     """
 
-    batches: Batches
+    batches: Prefetch
     validation: Callable[[], Iterator[Batch]]
     load: Callable[[int], Batch]
     unit: str
@@ -69,10 +66,10 @@ class Monitoring:
         forecast: foretells trouble from what the monitors saw.
     """
 
-    monitors: Monitors
+    monitors: NoMonitors
     rolling: RollingStats
     usage: Usage
-    forecast: Forecast
+    forecast: NoForecast
 
 
 @dataclass
@@ -85,7 +82,7 @@ class Forensics:
         metadata: the run's configuration and the time it started, stored with each incident.
     """
 
-    handler: IncidentHandler
+    handler: NoIncidentHandler
     model_factory: Callable[[], nn.Module]
     metadata: Mapping[str, Any]
 
@@ -102,9 +99,9 @@ class Output:
         halted: returns the lines that follow the message of a halt.
     """
 
-    tracker: Tracker
-    folder: RunFolder
-    page: Page
+    tracker: NoTracker
+    folder: NoRunFolder
+    page: NoPage
     closing: Callable[[], str]
     halted: Callable[[], str] = str
 
@@ -128,7 +125,7 @@ class TrainingRun:
     state: TrainState
     tools: Tools
     device: torch.device
-    parallel: Parallelism
+    parallel: SingleProcess
     data: TrainingData
     monitoring: Monitoring
     forensics: Forensics
@@ -142,6 +139,6 @@ class TrainingRun:
         return self.rollback.saved
 
     @property
-    def tracker(self) -> Tracker:
+    def tracker(self) -> NoTracker:
         """Where steps are logged; a null tracker during a replay, because those steps are in the log already."""
         return NO_TRACKER if self.rollback.replaying else self.output.tracker

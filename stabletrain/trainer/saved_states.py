@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from stabletrain.checkpoint.capture import Stateful, capture, restore, sharded_tensors
+from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import ConfigError
-from stabletrain.protocols import GuardPolicy
 from stabletrain.records import TrainState
+from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.guard.written import state_is_finite
+from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.changes import NoResumption
-from stabletrain.trainer.roles import Checkpoints, Resumption, Tracker
 
 
 @runtime_checkable
@@ -67,11 +68,11 @@ class SavedStates:
         state: TrainState,
         parts: Mapping[str, Stateful],
         *,
-        guard: GuardPolicy,
-        checkpoints: Checkpoints,
-        tracker: Tracker,
+        guard: NoGuard,
+        checkpoints: NoCheckpoints,
+        tracker: NoTracker,
         run_id: str,
-        resumption: Resumption | None = None,
+        resumption: NoResumption | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self.state, self.parts, self.checkpoints = state, parts, checkpoints
@@ -80,7 +81,7 @@ class SavedStates:
         self._resumed_healthy = False
         self._guard, self._retained = guard, guard.states
         self._tracker, self._run_id, self._any_rank = tracker, run_id, any_rank
-        self._resumption: Resumption = resumption or NoResumption()
+        self._resumption: NoResumption = resumption or NoResumption()
 
     # ---- saving
 

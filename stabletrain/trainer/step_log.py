@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from stabletrain.monitors.rolling import Alarm
-from stabletrain.protocols import GuardPolicy
 from stabletrain.records import Reading
+from stabletrain.stability.guard import NoGuard
+from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import UNITS, Throughput
-from stabletrain.trainer.roles import Tracker
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.saved_states import HealingHistory
 
@@ -32,12 +32,12 @@ def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: M
     tracker.progress(reading.step, metrics, throughput.rate, run.data.unit, skipped)
 
 
-def healing_counts(guard: GuardPolicy, healing: HealingHistory) -> dict[str, int]:
+def healing_counts(guard: NoGuard, healing: HealingHistory) -> dict[str, int]:
     """Returns the number of healings so far; empty without `guard.escalate=whatif`."""
     return {"guard/healings": len(healing.healed_by)} if guard.escalate == "whatif" else {}
 
 
-def log_alarms(tracker: Tracker, step: int, alarms: Sequence[Alarm]) -> None:
+def log_alarms(tracker: NoTracker, step: int, alarms: Sequence[Alarm]) -> None:
     """Records each alarm as an event, prints it, and sends it as a W&B alert."""
     for alarm in alarms:
         since = {} if alarm.since is None else {"since": alarm.since}

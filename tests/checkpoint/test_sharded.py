@@ -13,6 +13,7 @@ from stabletrain.checkpoint import sharded, writer
 from stabletrain.checkpoint.reader import peek, verify
 from stabletrain.checkpoint.sharded import RankShard, begin, note_of
 from stabletrain.checkpoint.tree import ShardTarget
+from stabletrain.checkpoint.writer import write_file
 from tests.checkpoint.given import as_rank
 
 WEIGHTS = torch.arange(10.0).view(5, 2)
@@ -32,7 +33,7 @@ def shards(folder, count=2, weights=WEIGHTS, ending=None):
         with as_rank(rank, count) as shard:
             state = {"w": {name: shard(moment) for name, moment in MOMENTS.items()}}
             tree = {"model": {"w": shard(weights), "b": torch.ones(1)}, "optimizer": {"state": state}, "step": 7}
-            found.append(RankShard(ShardTarget(temporary, rank, count), tree, ending or threading.Event()))
+            found.append(RankShard(ShardTarget(temporary, rank, count), tree, ending or threading.Event(), write_file))
     return found
 
 

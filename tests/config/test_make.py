@@ -1,17 +1,35 @@
 """Building the objects of config groups: plain values in, and the option's own error message out."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
+import torch
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
+from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.config import moved
 from stabletrain.config.make import innermost, leaves, make, missing_parts, plain, target_of
+from stabletrain.data.dataset import Dataset
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.stability.schedule import ScheduleKind, WarmupKind
-from stabletrain.trainer import option_roles
+from stabletrain.faults.planned import NoFaults
+from stabletrain.forecast.forecast import NoForecast
+from stabletrain.forensics.handler import NoIncidentHandler
+from stabletrain.machine.determinism import Off
+from stabletrain.monitors.monitors import NoMonitors
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.stability.clipping import NoClip
+from stabletrain.stability.guard import NoGuard
+from stabletrain.stability.init import TorchInit
+from stabletrain.stability.objective import NoZLoss
+from stabletrain.stability.precision.base import FullPrecision
+from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.stability.qknorm import NoQKNorm
+from stabletrain.stability.schedule import Constant, NoWarmup
+from stabletrain.stability.softcap import NoSoftcap
+from stabletrain.tracking.wandb import NoWandb
 from tests.runs import CONF, composed
 
 HERE = "tests.config.test_make"
@@ -157,11 +175,74 @@ def test_an_object_of_the_wrong_kind_is_told_what_it_lacks():
     assert missing_parts(Fits(), Role) == []
 
 
-@pytest.mark.parametrize("group", ["warmup", "schedule", "guard", "clipping", "monitors", "faults"])
+ROLES: dict[str, Any] = {
+    "checkpoint": NoCheckpoints,
+    "clipping": NoClip,
+    "data": Dataset,
+    "determinism": Off,
+    "faults": NoFaults,
+    "forecast": NoForecast,
+    "forensics": NoIncidentHandler,
+    "guard": NoGuard,
+    "init": TorchInit,
+    "monitors": NoMonitors,
+    "optimizer": Callable,
+    "parallel": SingleProcess,
+    "precision": FullPrecision,
+    "qkclip": NoQKClip,
+    "qknorm": NoQKNorm,
+    "schedule": Constant,
+    "softcap": NoSoftcap,
+    "wandb": NoWandb,
+    "warmup": NoWarmup,
+    "zloss": NoZLoss,
+}
+"""What `make` checks the object of each group for; a model must be an `nn.Module`, an objective callable."""
+
+NOT_HERE = ("parallel/ddp", "parallel/fsdp", "precision/tf32")
+NOT_HERE += ("data/cifar10", "data/imagefolder", "data/text", "data/tokens")
+"""Options that need torchrun, a card or files."""
+
+
+@pytest.mark.parametrize("group", ROLES)
 def test_each_option_fits_the_role_of_its_group(group):
-    roles = {"warmup": WarmupKind, "schedule": ScheduleKind, "guard": option_roles.GuardOption}
-    roles |= {"clipping": option_roles.ClippingOption, "monitors": option_roles.MonitorsOption}
-    roles |= {"faults": option_roles.FaultsOption}
-    for file in (CONF / group).glob("*.yaml"):
-        cfg = OmegaConf.create({group: {k: v for k, v in OmegaConf.load(file).items() if k != "defaults"}})
-        make(cfg, group, roles[group])
+    given = {"precision": {"device": torch.device("cpu")}}.get(group, {})
+    files = [file for file in (CONF / group).glob("*.yaml") if f"{group}/{file.stem}" not in NOT_HERE]
+    for file in files:
+        keys = {key: value for key, value in OmegaConf.to_container(OmegaConf.load(file)).items() if key != "defaults"}
+        cfg = OmegaConf.create({"seed": 0, group: keys})
+        make(cfg, group, ROLES[group], **given)
+    assert files
+
+
+@pytest.mark.parametrize("group", ROLES)
+def test_an_object_that_has_nothing_of_a_role_is_refused(group):
+    with pytest.raises(ConfigError, match=f"^{group}=.*: builtins.dict gives a dict, which has no .*: the g"):
+        make(OmegaConf.create({group: {"_target_": "builtins.dict"}}), group, ROLES[group])
+
+
+def test_a_users_object_fits_a_role_without_deriving_from_its_class():
+    needed = {
+        NoClip: ["__call__", "state_dict", "load_state_dict"],
+        NoMonitors: ["due", "before", "after", "state_dict", "load_state_dict"],
+        NoWandb: ["start", "log", "event", "summary", "alert", "finish"],
+        NoIncidentHandler: ["newest", "open", "handle"],
+    }
+    for role, names in needed.items():
+        assert missing_parts(type("Own", (), dict.fromkeys(names, print))(), role) == [], role
+
+
+def test_a_role_lists_what_its_base_classes_need_too():
+    class Base:
+        size: int
+
+        def run(self):
+            self._helper()
+
+        def _helper(self):
+            """No plug-in needs it."""
+
+    class Derived(Base):
+        speed = 1.0
+
+    assert missing_parts(SimpleNamespace(speed=2.0), Derived) == ["size", "run()"]

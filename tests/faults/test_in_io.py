@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 
-from stabletrain.checkpoint import writer
+from stabletrain.checkpoint.checkpoints import Checkpoints
 from stabletrain.checkpoint.reader import verify
 from stabletrain.errors import ConfigError
 from stabletrain.faults import DiskFull, LostWandb
@@ -20,7 +20,6 @@ MODEL, TRAINING, MANIFEST = "model.safetensors", "training.safetensors", "manife
 @pytest.mark.slow(unless=lambda asynchronous: asynchronous == "true")
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_full_disk_costs_that_checkpoint_and_no_other(tmp_path, asynchronous):
-    write = writer.write_file
     given = [*TINY_GPT, *CADENCE, f"checkpoint.asynchronous={asynchronous}"]
     _, events = ran(tmp_path, *given, "faults=disk_full", "faults.at=[8]")
     saved = [(e["event"], e["step"]) for e in events if e["event"].startswith("checkpoint")]
@@ -30,7 +29,6 @@ def test_a_full_disk_costs_that_checkpoint_and_no_other(tmp_path, asynchronous):
     assert [path.name for path in paths] == [f"step-{step:08d}" for step in (0, 4, 6, 12)]  # 0 is the guard's
     assert all(verify(path).healthy for path in paths)
     assert not list((tmp_path / "checkpoints").glob(".*"))
-    assert writer.write_file is write
 
 
 def test_the_disk_is_full_when_the_second_file_is_half_written(tmp_path, monkeypatch):
@@ -78,6 +76,20 @@ def test_a_fault_in_checkpoints_is_refused_without_checkpoints(tmp_path, kind):
         pass
 
 
+def test_the_faults_of_a_plan_each_interrupt_their_checkpoint(tmp_path):
+    plan = "faults.faults=[{kind:disk_full,at:[4]},{kind:disk_full,at:[8]}]"
+    _, events = ran(tmp_path, *TINY_GPT, *CADENCE, "faults=plan", plan)
+    assert [e["step"] for e in events if e["event"] == "checkpoint_failed"] == [4, 8]
+
+
+def test_a_fault_in_checkpoints_of_a_users_own_is_refused():
+    class Own(Checkpoints):
+        pass
+
+    with pytest.raises(ConfigError, match="has no effect on those of Own"):
+        DiskFull(at=[4]).checkpoints(Own(4, 1, False, False))
+
+
 class Library:
     """A stand-in for a W&B run."""
 
@@ -98,8 +110,8 @@ class Library:
 
 def test_wandb_is_unreachable_from_a_tick_on_and_training_continues(capsys):
     library, wandb = Library(), Wandb("offline", "project")
-    wandb._run = library
     lost = LostWandb(at=[5]).wandb(wandb)
+    lost._run = library
     assert isinstance(lost, NoWandb)
     for tick in (3, 4, 5, 6):
         lost.log(tick - 2, {"tick": tick})  # after a rollback

@@ -35,7 +35,7 @@ from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats, Spikes
 from stabletrain.records import GradNorms, Verdict
 from stabletrain.stability.clipping.adaptive import AdaGC, ZClip
-from stabletrain.stability.clipping.fixed import Stateless
+from stabletrain.stability.clipping.fixed import NoClip
 from stabletrain.stability.guard import NoGuard, RollbackGuard
 from stabletrain.stability.guard.comparing import Compared
 from stabletrain.stability.guard.divergence import NoDivergence
@@ -354,7 +354,7 @@ FEEDERS: dict[type, Callable[[Any, random.Random, int], Any]] = {
     NoForecast: feed_forecast,
     Series: feed_series,
     History: feed_history,
-    Stateless: feed_clipping,
+    NoClip: feed_clipping,
     AdaGC: feed_clipping,
     ZClip: feed_clipping,
     Unscaled: feed_precision,
@@ -540,7 +540,7 @@ def test_the_walk_reaches_every_class_with_a_state_and_each_has_a_feeder():
     assert {kind.__qualname__ for kind in kinds if not feeder_of(kind) and not issubclass(kind, apart)} == set()
 
 
-COSTLY = (NoMonitors, NoForecast, Series, Stateless, AdaGC, ZClip, torch.optim.Optimizer)
+COSTLY = (NoMonitors, NoForecast, Series, NoClip, AdaGC, ZClip, torch.optim.Optimizer)
 
 
 def test_a_part_of_a_run_that_is_restored_is_as_a_fresh_one_with_the_same_history():

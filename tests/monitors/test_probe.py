@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stabletrain.monitors.probe import Probe, over_all, root_sum, spread
+from stabletrain.monitors.probe import (
+    Part,
+    Probe,
+    measure_forward,
+    measure_gradients,
+    measure_hessian,
+    over_all,
+    root_sum,
+    spread,
+)
 from stabletrain.stability.objective import CrossEntropy
 from tests.monitors.watched import PRECISIONS, adamw, backward, features, tiny_gpt, tokens
 
@@ -34,7 +43,7 @@ def rms(*tensors):
 
 def test_activations_and_log_z_match_a_forward_pass():
     model, batch = Two(), features()
-    found = Probe().forward(model, batch, FP32, CrossEntropy())
+    found = measure_forward(model, batch, FP32, CrossEntropy()).metrics
     with torch.no_grad():
         body = model.body(batch.inputs)
         logits = model.head(body)
@@ -52,7 +61,7 @@ def test_attention_is_measured_per_block_and_as_the_largest_over_all_blocks():
     model = tiny_gpt(dropout=0.0)
     with torch.no_grad():
         model.blocks[1].attention.query.weight.mul_(50.0)
-    found = Probe().forward(model, tokens(), FP32, CrossEntropy())
+    found = measure_forward(model, tokens(), FP32, CrossEntropy()).metrics
     first, second = (found[f"monitors/attn_logit_max/blocks.{i}"] for i in range(2))
     assert second > first > 0
     assert found["monitors/attn_logit_max"] == second < found["monitors/attn_logit_bound"]
@@ -60,10 +69,11 @@ def test_attention_is_measured_per_block_and_as_the_largest_over_all_blocks():
 
 
 def test_gradient_norms_weights_and_shares_of_zeros_are_measured_per_module_group():
-    model, probe = Two(), Probe()
+    model = Two()
     backward(model, features(), FP32)
     model.head.weight.grad[:2] = 0.0
-    found = probe.gradients(model)
+    measured = measure_gradients(model)
+    found = measured.metrics
     body, head = ([p.grad for p in part.parameters()] for part in (model.body, model.head))
     assert found["monitors/grad_norm/body"] == pytest.approx(rms(*body) * 72**0.5, rel=1e-5)
     assert found["monitors/grad_norm/head"] == pytest.approx(rms(*head) * 36**0.5, rel=1e-5)
@@ -71,34 +81,34 @@ def test_gradient_norms_weights_and_shares_of_zeros_are_measured_per_module_grou
     assert found["monitors/weight_rms/head"] == pytest.approx(rms(*model.head.parameters()), rel=1e-5)
     assert found["monitors/zero_grads/head"] == pytest.approx(16 / 36)
     assert found["monitors/zero_grads"] == pytest.approx(16 / 108)
-    layers = probe.layers()
+    layers = measured.layers().metrics
     assert layers["monitors/layer_weight_norm/body.bias"] == pytest.approx(model.body.bias.norm().item(), rel=1e-5)
     assert len(layers) == 8
 
 
 def test_the_update_ratio_compares_the_weights_before_and_after():
-    model, probe = Two(), Probe()
+    model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     backward(model, features(), FP32)
-    probe.gradients(model)
+    gradients = measure_gradients(model)
     before = [p.detach().clone() for p in model.head.parameters()]
     optimizer.step()
-    found = probe.updates(model, optimizer)
+    found = gradients.updates(model, optimizer).metrics
     moved = [after - old for after, old in zip(model.head.parameters(), before, strict=True)]
     assert found["monitors/update_ratio/head"] == pytest.approx(rms(*moved) / rms(*before), rel=1e-4)
     assert not any("sqrt_v" in name for name in found), "SGD has no second moment"
 
 
 def test_there_is_no_update_ratio_for_weights_that_were_0():
-    model, probe = Two(), Probe()
+    model = Two()
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.zero_()
     optimizer = adamw(model)
     backward(model, features(), FP32)
-    probe.gradients(model)
+    gradients = measure_gradients(model)
     optimizer.step()
-    found = probe.updates(model, optimizer)
+    found = gradients.updates(model, optimizer).metrics
     assert "monitors/update_ratio/head" not in found
     assert "monitors/g_over_sqrt_v/head" in found
 
@@ -117,16 +127,16 @@ def test_the_hessians_top_eigenvalue_matches_the_closed_form():
     model = Bias()
     p = F.softmax(model.bias.detach().double(), -1)
     top = torch.linalg.eigvalsh(torch.diag(p) - torch.outer(p, p))[-1].item()
-    assert Probe().hessian(model, features(), CrossEntropy(), 30, 16)["monitors/hessian_top"] == pytest.approx(
+    assert measure_hessian(model, features(), CrossEntropy(), 30, 16).metrics["monitors/hessian_top"] == pytest.approx(
         top, rel=1e-3
     )
 
 
 def test_only_the_first_failure_is_reported_and_the_other_metrics_are_kept():
     probe = Probe()
-    probe.attempt("the first", lambda: {"a": 1.0})
-    probe.attempt("the second", lambda: {"b": [][1]})
-    probe.attempt("the third", lambda: {"c": 1 / 0})
+    probe.attempt("the first", lambda: Part({"a": 1.0}))
+    assert probe.attempt("the second", lambda: Part({"b": [][1]})) is None
+    probe.attempt("the third", lambda: Part({"c": 1 / 0}))
     assert probe.metrics == {"a": 1.0}
     assert (
         probe.failure
@@ -143,7 +153,7 @@ def test_gradients_raise_a_sign_only_if_the_update_was_applied():
     backward(model, features(), FP32)
     for parameter in model.body.parameters():
         parameter.grad = torch.full_like(parameter, 1e6)
-    probe.gradients(model)
+    probe.attempt("the gradients", lambda: measure_gradients(model))
     said = probe.signs(applied=True)
     assert "gradients grow" in said["explosion"]
     assert "in the backward pass from head to body" in said["explosion"]
@@ -155,7 +165,7 @@ def test_activations_and_attention_raise_separate_signs():
     with torch.no_grad():
         model.blocks[1].mlp.down.weight.mul_(1e6)
         model.blocks[0].attention.query.weight.mul_(1e7)
-    probe.forward(model, tokens(), FP32, CrossEntropy())
+    probe.attempt("the activations", lambda: measure_forward(model, tokens(), FP32, CrossEntropy()))
     said = probe.signs(applied=False)
     assert "from blocks.0 to blocks.1" in said["explosion"]
     assert said["attention"].startswith("attention logits of blocks.0 reach")

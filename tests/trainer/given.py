@@ -10,6 +10,7 @@ from torch import nn
 from stabletrain.buffers import Buffers
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.comparison.pages.at_end import NoPage
+from stabletrain.data.prefetch import Prefetch
 from stabletrain.data.to_device import ToDevice
 from stabletrain.forecast.forecast import NoForecast
 from stabletrain.forensics.handler import IncidentRequest, IncidentSummary, NoIncidentHandler
@@ -147,7 +148,7 @@ class Handler(NoIncidentHandler):
         return IncidentSummary(Path("step-7-01"), "lr", "too high", ["lower it"], ["what"]) if self.files else None
 
 
-class Batches:
+class Batches(Prefetch):
     """Training batches by step number; records whether it was closed."""
 
     def __init__(self) -> None:

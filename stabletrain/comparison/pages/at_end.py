@@ -7,10 +7,10 @@ from stabletrain.tracking.metrics import replace
 
 
 class NoPage:
-    """Writes nothing: for `report=false`, and for all ranks except the main process."""
+    """Writes nothing: for `report=false`, and for all ranks except the main process. Base class of `PageAtEnd`."""
 
     def write(self, sample: str | None = None) -> None:
-        """Does nothing."""
+        """Writes the run's page, with the text that its model has generated. Does nothing."""
         del sample
 
 

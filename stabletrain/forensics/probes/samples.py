@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from stabletrain.forensics.replay import forward_backward
 from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.forward import isolated
-from stabletrain.protocols import Objective, Tools
+from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
+from stabletrain.stability.objective import Objective
 
 MAX_LISTED = 8
 """Maximum number of samples to list."""

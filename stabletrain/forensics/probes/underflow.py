@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stabletrain.forensics.replay import ReplayInputs, forward_backward, fp32, same
 from stabletrain.forensics.repro import Repro, is_scaled
-from stabletrain.protocols import Precision
+from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.precision.fp8_linear import Fp8Linears
 from stabletrain.stability.precision.kernels import ieee_kernels
 
@@ -91,7 +91,7 @@ def underflow(repro: Repro) -> Underflow | None:
     return replace(found, sufficient_scale=find_loss_scale(repro, wide)) if found.real and scaled else found
 
 
-def can_underflow(precision: Precision) -> bool:
+def can_underflow(precision: FullPrecision) -> bool:
     """Whether gradients can be 0 in this precision although they are not in fp32: in fp16 and fp8."""
     return is_scaled(precision) or isinstance(precision, Fp8Linears)
 

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from stabletrain.errors import ConfigError
 from stabletrain.records import Clipped, GradNorms
 from stabletrain.stability.clipping.fixed import (
-    Stateless,
+    NoClip,
     check_above_zero,
     clip_factor,
     clipped_as_a_whole,
@@ -72,7 +72,7 @@ def flat(norms: Sequence[Tensor]) -> Float32[Tensor, " units"]:
 
 
 @dataclass(frozen=True)
-class AGC(Stateless):
+class AGC(NoClip):
     """Adaptive gradient clipping.
 
     Attributes:
@@ -112,7 +112,7 @@ class AGC(Stateless):
 
 
 @dataclass
-class AdaGC:
+class AdaGC(NoClip):
     """AdaGC.
 
     Attributes:
@@ -191,7 +191,7 @@ class AdaGC:
 
 
 @dataclass
-class ZClip:
+class ZClip(NoClip):
     """ZClip.
 
     Attributes:

@@ -30,11 +30,24 @@ from stabletrain.monitors.tensor_norms import gradients
 from stabletrain.records import Clipped, GradNorms
 
 
-class Stateless:
-    """Mixin for kinds of clipping without state."""
+class NoClip:
+    """No clipping. Base class of all kinds, and what each must offer."""
+
+    def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
+        """Changes nothing; reports a coefficient of 1.
+
+        A kind rewrites every `.grad` in place and returns what it did. It must not synchronize with the host.
+
+        Args:
+            model: with unscaled gradients.
+            norms: of these gradients.
+            gate: whether this step's update will be applied. A skipped step must not enter a statistic.
+        """
+        del model, norms, gate
+        return clipped_as_a_whole(1.0)
 
     def state_dict(self) -> dict:
-        """Returns an empty state."""
+        """Returns what later steps depend on, for a checkpoint: nothing."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
@@ -93,17 +106,7 @@ def clipped_in_parts(norms: GradNorms, after: Float[Tensor, " n"], factors: Floa
 
 
 @dataclass(frozen=True)
-class NoClip(Stateless):
-    """No clipping."""
-
-    def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Changes nothing; reports a coefficient of 1."""
-        del model, gate
-        return clipped_as_a_whole(1.0)
-
-
-@dataclass(frozen=True)
-class NormClip(Stateless):
+class NormClip(NoClip):
     """Global-norm clipping.
 
     Attributes:
@@ -130,7 +133,7 @@ class NormClip(Stateless):
 
 
 @dataclass(frozen=True)
-class ValueClip(Stateless):
+class ValueClip(NoClip):
     """Value clipping.
 
     Attributes:
@@ -171,7 +174,7 @@ def by_module(model: nn.Module) -> list[list[Tensor]]:
 
 
 @dataclass(frozen=True)
-class PerModuleClip(Stateless):
+class PerModuleClip(NoClip):
     """Per-module clipping.
 
     Attributes:

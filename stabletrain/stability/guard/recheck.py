@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from stabletrain.buffers import SavedBuffers
 from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import compiled_shape
-from stabletrain.protocols import Tools
 from stabletrain.records import Reading, TrainState
 from stabletrain.stability.guard.comparing import Compared
 from stabletrain.stability.guard.limits import LARGEST
@@ -44,6 +43,7 @@ from stabletrain.stability.guard.repeats import (
     next_tensor,
     tensor_by_tensor,
 )
+from stabletrain.stability.step_tools import StepTools
 
 LEARNING_REPEATS = 8
 """Number of repetitions from which a limit is learnt."""
@@ -190,12 +190,12 @@ class NoRecheck:
         del step
         return False
 
-    def of_step(self, state: TrainState, buffers: SavedBuffers, tools: Tools) -> NoRepeat:
+    def of_step(self, state: TrainState, buffers: SavedBuffers, tools: StepTools) -> NoRepeat:
         """Returns what repeats this step's gradient: nothing."""
         del state, buffers, tools
         return NO_REPEAT
 
-    def of_update(self, state: TrainState, tools: Tools) -> NoRepeat:
+    def of_update(self, state: TrainState, tools: StepTools) -> NoRepeat:
         """Returns what repeats this step's update: nothing."""
         del state, tools
         return NO_REPEAT
@@ -278,7 +278,7 @@ class Recheck(NoRecheck):
         """Returns whether step number `step` is computed twice: because it is due, or for the rehearsal."""
         return self.due(step) or (step == self._rehearsed and not (self.stopped or self.exhausted))
 
-    def of_step(self, state: TrainState, buffers: SavedBuffers, tools: Tools) -> NoRepeat:
+    def of_step(self, state: TrainState, buffers: SavedBuffers, tools: StepTools) -> NoRepeat:
         """Returns what repeats the gradient of this step; call it after the randomness was seeded.
 
         Args:
@@ -294,7 +294,7 @@ class Recheck(NoRecheck):
         eps = torch.finfo(getattr(tools.precision, "dtype", torch.float32)).eps
         return RepeatGradient(self._judge(state.step, "gradient", eps), state.model, buffers, tools, device)
 
-    def of_update(self, state: TrainState, tools: Tools) -> NoRepeat:
+    def of_update(self, state: TrainState, tools: StepTools) -> NoRepeat:
         """Returns what repeats the update of one tensor; call it just before the update."""
         if not self.repeats(state.step) or not tensor_by_tensor(state.optimizer):
             return NO_REPEAT

@@ -14,9 +14,9 @@ from stabletrain.buffers import SavedBuffers, can_be_written
 from stabletrain.machine.determinism import Generators
 from stabletrain.machine.memory import within_memory
 from stabletrain.machine.untouched import attributes_of, put_back_attributes, untouched
-from stabletrain.protocols import Tools
 from stabletrain.records import Number, TrainState
 from stabletrain.stability.guard.comparing import Compared, compare, sums
+from stabletrain.stability.step_tools import StepTools
 
 
 class NoRepeat:
@@ -54,7 +54,7 @@ class RepeatGradient(NoRepeat):
     """
 
     def __init__(
-        self, judge: Judge, model: nn.Module, buffers: SavedBuffers, tools: Tools, device: torch.device
+        self, judge: Judge, model: nn.Module, buffers: SavedBuffers, tools: StepTools, device: torch.device
     ) -> None:
         self._judge, self._model, self._buffers, self._tools = judge, model, buffers, tools
         self._generators, self._attributes = Generators.now(device), attributes_of(model)
@@ -127,7 +127,9 @@ class OneTensor:
 class RepeatUpdate(NoRepeat):
     """Repeats the update of one tensor."""
 
-    def __init__(self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor], tools: Tools) -> None:
+    def __init__(
+        self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor], tools: StepTools
+    ) -> None:
         group, self._weight = chosen
         self._judge, self._optimizer, self._tools = judge, state.optimizer, tools
         self._name = next((name for name, each in state.model.named_parameters() if each is self._weight), "a weight")
@@ -161,7 +163,7 @@ class RepeatUpdate(NoRepeat):
         return compare(pairs, device, again=again)
 
 
-def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: Tools) -> Tensor:
+def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: StepTools) -> Tensor:
     """Returns the number that judges a repetition, 0-d, equal on all ranks. All ranks must call it.
 
     A rank that had too little memory calls it too, because the others wait for it. All ranks then get `OUT_OF_MEMORY`.

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.protocols import Tools
 from stabletrain.records import Number, TrainState
 from stabletrain.stability.guard.copies import Copies
 from stabletrain.stability.guard.recheck import repeats_exactly
 from stabletrain.stability.guard.written import all_finite, kept_outside
 from stabletrain.stability.optimizers.closed import after_update_is_proven, clipping_is_proven, why_unproven
+from stabletrain.stability.step_tools import StepTools
 
 
 def replays_exactly(model: nn.Module, optimizer: Optimizer, device: torch.device) -> bool:
@@ -61,7 +61,7 @@ class NoUpdateCheck:
     copies = False
     failed = False
 
-    def of_step(self, state: TrainState, tools: Tools) -> Unchecked:
+    def of_step(self, state: TrainState, tools: StepTools) -> Unchecked:
         """Returns what checks the step's update: nothing."""
         del state, tools
         return UNCHECKED
@@ -83,7 +83,7 @@ class UpdateCheck(NoUpdateCheck):
         self.copies, self.failed = True, False
         self._kept: Copies | None = None
 
-    def of_step(self, state: TrainState, tools: Tools) -> Unchecked:
+    def of_step(self, state: TrainState, tools: StepTools) -> Unchecked:
         """Returns what checks the step's update; call it before gradients are clipped, with the learning rate set."""
         ours = clipping_is_proven(tools.clipping) and after_update_is_proven(tools.after_update)
         if ours and not why_unproven(state.optimizer):
@@ -107,7 +107,7 @@ class UpdateCheck(NoUpdateCheck):
 class Checked(Unchecked):
     """An update that is checked."""
 
-    def __init__(self, check: UpdateCheck, state: TrainState, tools: Tools, copies: Copies | None) -> None:
+    def __init__(self, check: UpdateCheck, state: TrainState, tools: StepTools, copies: Copies | None) -> None:
         self._check, self._state, self._tools, self._copies = check, state, tools, copies
         clipping = getattr(tools.clipping, "state_dict", dict)() if copies is not None else {}
         self._clipping = {name: each.clone() if isinstance(each, Tensor) else each for name, each in clipping.items()}

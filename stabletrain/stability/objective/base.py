@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.protocols import Tools
 from stabletrain.records import Batch, LossTerms
+from stabletrain.stability.step_tools import StepTools
 
 Count = Int[Tensor, ""] | Float[Tensor, ""]
 """A number of targets, on the device."""
@@ -37,7 +37,7 @@ class Objective:
         """Returns itself; the attribute of `ChunkedLoss` with this name is the objective it wraps."""
         return self
 
-    def wrap(self, forward: Callable[..., Any], model: nn.Module, tools: Tools) -> Callable[..., Any]:
+    def wrap(self, forward: Callable[..., Any], model: nn.Module, tools: StepTools) -> Callable[..., Any]:
         """Returns `forward` unchanged, because most losses need the full outputs."""
         del model, tools
         return forward

@@ -24,10 +24,11 @@ from torch.autograd.function import once_differentiable
 from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import compiled_with
 from stabletrain.machine.hardware import device_memory
-from stabletrain.protocols import Precision, Tools
 from stabletrain.records import LOGITS_AT_ONCE, Batch, LossTerms, Number
 from stabletrain.stability.objective.base import Count, Objective
 from stabletrain.stability.objective.cross_entropy import CrossEntropy
+from stabletrain.stability.precision.base import FullPrecision
+from stabletrain.stability.step_tools import StepTools
 
 
 @runtime_checkable
@@ -66,7 +67,7 @@ class ChunkedLogits:
 
     features: Tensor
     model: nn.Module
-    tools: Tools
+    tools: StepTools
     shape: torch.Size
 
     @torch.no_grad()
@@ -81,7 +82,7 @@ class ChunkedLogits:
 def loss_of_chunk(
     objective: CrossEntropy,
     model: nn.Module,
-    precision: Precision,
+    precision: FullPrecision,
     features: Float[Tensor, "n width"],
     weight: Float[Tensor, "rows width"] | None,
     targets: Int[Tensor, " n"],
@@ -100,25 +101,28 @@ def loss_of_chunk(
 
 
 @dataclass(frozen=True)
-class ChunkedLoss:
-    """The cross-entropy, chunk by chunk; bitwise equal to `plain` for a micro-batch that fits into one chunk.
+class ChunkedLoss(Objective):
+    """The cross-entropy, chunk by chunk; bitwise equal to `whole` for a micro-batch that fits into one chunk.
 
     Attributes:
-        plain: cross-entropy applied to each chunk.
+        whole: the cross-entropy of whole logits, which is applied to each chunk.
         tokens: number of tokens in a chunk.
         vocabulary: number of classes of the model.
     """
 
-    plain: CrossEntropy
+    whole: CrossEntropy
     tokens: int
     vocabulary: int
     unit: ClassVar[str] = CrossEntropy.unit
-    takes_tensor: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
-    couples_samples: ClassVar[bool] = False
+
+    @property
+    def plain(self) -> CrossEntropy:
+        """Returns the cross-entropy of whole logits."""
+        return self.whole
 
     def wrap(
-        self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools
+        self, forward: Callable[..., Tensor], model: nn.Module, tools: StepTools
     ) -> Callable[[Tensor], Tensor | ChunkedLogits]:
         """Returns a forward pass that leaves out the head if the micro-batch is larger than a chunk."""
 
@@ -137,34 +141,30 @@ class ChunkedLoss:
     ) -> LossTerms:
         """Returns the terms of the plain objective; of these only `total` has a graph."""
         if not isinstance(outputs, ChunkedLogits):
-            return self.plain(outputs, batch, n_valid)
+            return self.whole(outputs, batch, n_valid)
         weights = tuple(outputs.model.classifier().parameters())  # ty: ignore[not-callable]
         total, ce, zloss = _Loss.apply(self, outputs, batch.targets, n_valid, outputs.features, *weights)
         return LossTerms(total, {"ce": ce, "zloss": zloss})
 
     def classes(self, outputs: Any) -> int | None:
         """See `CrossEntropy`."""
-        return self.plain.classes(outputs)
+        return self.whole.classes(outputs)
 
     def check_targets(self, targets: Tensor) -> None:
         """See `CrossEntropy`."""
-        self.plain.check_targets(targets)
+        self.whole.check_targets(targets)
 
     def check(self, outputs: Any, targets: Tensor) -> None:
         """See `CrossEntropy`."""
-        self.plain.check(outputs, targets)
-
-    def own_factor(self, batch: Batch) -> float:
-        """See `Objective`."""
-        return self.plain.own_factor(batch)
+        self.whole.check(outputs, targets)
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See `CrossEntropy`: an evaluation has whole logits."""
-        return self.plain.sums(outputs, batch)
+        return self.whole.sums(outputs, batch)
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """See `CrossEntropy`."""
-        return self.plain.metrics(sums)
+        return self.whole.metrics(sums)
 
     def chunks(self, later: ChunkedLogits, features: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yields the rows, features and targets of each chunk; features are detached from the model's graph."""

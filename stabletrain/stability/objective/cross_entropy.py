@@ -10,7 +10,7 @@ micro-batches with different numbers of valid targets add up to the exact mean.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,27 +33,27 @@ def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tens
     return coefficient * torch.logsumexp(wide, dim=-1).square()
 
 
-@runtime_checkable
-class ZLossKind(Protocol):
-    """A kind of z-loss: adds it to the cross-entropy, computed from fp32 logits and their targets."""
-
-    def add(self, ce: Tensor, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
-
-
 @dataclass(frozen=True)
 class NoZLoss:
-    """No z-loss."""
+    """No z-loss. Base class of all kinds, and what each must offer."""
 
     def add(
         self, ce: Float[Tensor, ""], logits: Float[Tensor, "n classes"], targets: Int[Tensor, " n"], n_valid: Count
     ) -> LossTerms:
-        """Returns the cross-entropy alone."""
+        """Returns the cross-entropy with the z-loss, and both parts: here the cross-entropy alone.
+
+        Args:
+            ce: this micro-batch's share of the step's cross-entropy.
+            logits: fp32.
+            targets: class ids; rows with `IGNORE_INDEX` do not count.
+            n_valid: number of valid targets of the whole step.
+        """
         del logits, targets, n_valid
         return LossTerms(ce, {"ce": ce, "zloss": 0.0})
 
 
 @dataclass(frozen=True)
-class ZLoss:
+class ZLoss(NoZLoss):
     """`z_loss`, averaged over the valid targets (PaLM, arXiv 2204.02311)."""
 
     coefficient: float
@@ -82,7 +82,7 @@ class CrossEntropy(Objective):
         label_smoothing: share of the target's mass spread over all classes, in [0, 1) (arXiv 1512.00567).
     """
 
-    zloss: ZLossKind = NoZLoss()
+    zloss: NoZLoss = NoZLoss()
     label_smoothing: float = 0.0
     unit: ClassVar[str] = "nats"
     softmax: ClassVar[bool] = True
@@ -157,3 +157,6 @@ def in_parts(rows: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Splits rows of logits and their targets into parts of at most `LOGITS_AT_ONCE` logits, but at least one row."""
     size = max(1, LOGITS_AT_ONCE // max(rows.shape[-1], 1))
     return zip(rows.split(size), targets.split(size), strict=True)
+
+
+ZLossKind = NoZLoss  # for trainer/tools.py

@@ -13,9 +13,10 @@ matmul and for convolution, because PyTorch's defaults differ between the two.
 | fp16 | float16 | off | dynamic | as named |
 | fp8 | bfloat16, linear layers in float8 | off | - (a scale for each tensor or row) | as named |
 
-`autocast.py` holds autocast and the modules kept in fp32, `kernels.py` PyTorch's process-wide settings,
-`loss_scale.py` fp16's loss scale, `bf16_weights.py` the parameters stored in bf16, `fp8_linear.py` the linear layers
-in fp8, and `modes.py` the other options of the config group."""
+`base.py` holds what every mode offers, `autocast.py` autocast and the modules kept in fp32, `kernels.py` PyTorch's
+process-wide settings, `loss_scale.py` fp16's loss scale, `bf16_weights.py` the parameters stored in bf16,
+`fp8_linear.py` the linear layers in fp8, and `modes.py` the other options of the config group.
+"""
 
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.fp8_linear import Fp8Linears, fp8

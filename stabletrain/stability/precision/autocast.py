@@ -17,12 +17,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.records import GradNorms, LossTerms, Number
+from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.precision.kernels import set_kernels
 
 
@@ -133,7 +131,7 @@ def check_patterns(patterns: Sequence[object], key: str = "fp32_modules") -> Non
 
 
 @dataclass
-class Unscaled:
+class Unscaled(FullPrecision):
     """Every mode but fp16.
 
     Attributes:
@@ -141,7 +139,7 @@ class Unscaled:
         device: the model's device.
         dtype: autocast's dtype; float32 means no autocast.
         tf32: whether fp32 matmuls and convolutions may round to TF32.
-        why: one line for the user, if the mode was chosen automatically or is slow on this device.
+        why: see `FullPrecision`.
         fp32_modules: name patterns of the modules that compute in fp32.
     """
 
@@ -159,13 +157,11 @@ class Unscaled:
             self.why = f"{self.why}; {idle}" if self.why else idle
 
     def prepare(self) -> None:
-        """Sets the process-wide arithmetic of PyTorch's kernels; call before the first step."""
+        """Sets the process-wide arithmetic of PyTorch's kernels."""
         set_kernels(self.tf32)
 
     def wrap_fp32_modules(self, model: nn.Module) -> list[str]:
         """Makes the modules named by `fp32_modules` compute in fp32, in place; returns their names.
-
-        Call it after the model is on its device and before it is compiled.
 
         Raises:
             ConfigError: a pattern matches no module that has a forward.
@@ -174,49 +170,8 @@ class Unscaled:
             return []
         return wrap_fp32_modules(model, self.fp32_modules, self.device.type)
 
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Does nothing: the parameters stay fp32.
-
-        Call it after `wrap_fp32_modules` and after the optimizer is created, before anything is restored or compiled.
-        """
-        del model, optimizer
-
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Returns the autocast context; use it for the model's forward pass only."""
+        """Returns the autocast context; it does nothing if the mode has none."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
-
-    def scale(self, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """Returns the loss unchanged."""
-        return loss
-
-    def unscale_(self, gradients: list[Tensor]) -> None:
-        """Does nothing."""
-        del gradients
-
-    def loss_scale(self) -> Number:
-        """Returns 1."""
-        return 1.0
-
-    def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""] | bool:
-        """Returns False: these formats have fp32's range, so a non-finite gradient is a fault, not an overflow."""
-        del terms, norms
-        return False
-
-    def close(self, gate: Bool[Tensor, ""], overflow: Bool[Tensor, ""] | bool) -> Bool[Tensor, ""]:
-        """Returns the gate unchanged."""
-        del overflow
-        return gate
-
-    def update(self, overflow: Bool[Tensor, ""] | bool, applied: Bool[Tensor, ""]) -> None:
-        """Does nothing."""
-        del overflow, applied
-
-    def state_dict(self) -> dict:
-        """Returns an empty state."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Does nothing."""
-        del state

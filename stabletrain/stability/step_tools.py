@@ -1,0 +1,25 @@
+"""The step's tools, as objectives and guards see them; `Tools` itself (`protocols.py`) lies above this room."""
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.stability.clipping import NoClip
+from stabletrain.stability.precision.base import FullPrecision
+from stabletrain.stability.qkclip import NoQKClip
+
+
+@runtime_checkable
+class StepTools(Protocol):
+    """What an objective and a guard use of a step's tools."""
+
+    @property
+    def precision(self) -> FullPrecision: ...
+    @property
+    def clipping(self) -> NoClip: ...
+    @property
+    def after_update(self) -> NoQKClip: ...
+    @property
+    def parallel(self) -> SingleProcess: ...
+    def scale(self, loss: Tensor) -> Tensor: ...
