@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config.arguments import job_overrides, key_of
 from stabletrain.config.interpolation import check_resolves, removed
-from stabletrain.config.make import leaves, make
+from stabletrain.config.make import Choice, leaves
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.parallel.ranks import Ranks, current_ranks
 from stabletrain.stability.schedule import LearningRate, ScheduleKind, WarmupKind
@@ -128,7 +128,8 @@ def check(cfg: DictConfig) -> None:
             "guard.escalate=whatif goes on from a checkpoint, and checkpoint=off writes none; fix: checkpoint=default, "
             "or guard.escalate=halt"
         )
-    warmup, schedule = make(cfg, "warmup", WarmupKind), make(cfg, "schedule", ScheduleKind)
+    warmup = Choice.of(cfg, "warmup", WarmupKind, choices).build()
+    schedule = Choice.of(cfg, "schedule", ScheduleKind, choices).build()
     LearningRate(warmup, schedule, cfg.steps)  # checks its own bounds, without torch
 
 

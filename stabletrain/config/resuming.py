@@ -159,10 +159,10 @@ class Settings(NamedTuple):
         return dict(leaves(self.values))
 
 
-def settings(cfg: DictConfig, choices: Mapping[str, str]) -> Settings:
-    """Returns the settings of a configuration."""
+def settings(config: Mapping[str, Any], choices: Mapping[str, str]) -> Settings:
+    """Returns the settings of a configuration, which may be OmegaConf's or plain."""
     own = {group: option for group, option in choices.items() if "hydra" not in group}
-    return Settings(own, {key: value for key, value in plain(cfg).items() if key not in WITHOUT_TRACE})
+    return Settings(own, {key: value for key, value in plain(config).items() if key not in WITHOUT_TRACE})
 
 
 def row_of_option(group: str, before: str, now: str) -> Row:
@@ -262,13 +262,17 @@ def resumed_folder(resume: str, folder: Path) -> Path | None:
     return folder if resume == "auto" else Path(resume).absolute().parent.parent
 
 
-def kept_precision(cfg: DictConfig, choices: Mapping[str, str], folder: Path) -> str:
+def kept_precision(resume: str, folder: Path, option: str, target: str) -> str:
     """Returns the mode that `precision=auto` has chosen for the run that is resumed; empty if there is none.
 
-    For the arguments see `check_resume`.
+    Args:
+        resume: the key's value.
+        folder: the run folder.
+        option: of the group `precision`.
+        target: of this option.
     """
-    other = resumed_folder(cfg.resume, folder)
-    if other is None or choices.get("precision") != "auto" or cfg.precision.get("_target_") != AUTO:
+    other = resumed_folder(resume, folder)
+    if other is None or option != "auto" or target != AUTO:
         return ""
     try:
         record = read_run_record(other)

@@ -5,7 +5,7 @@ calls it.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,14 +16,17 @@ from stabletrain.records import Batch, TrainState
 from stabletrain.trainer.roles import Forecast, IncidentHandler, Monitors, Parallelism, WandbRun
 
 
+@runtime_checkable
 class GuardOption(GuardPolicy, Stateful, Protocol):
     """An option of `guard`; see `stability/guard/`."""
 
 
+@runtime_checkable
 class ClippingOption(Clipping, Protocol):
     """An option of `clipping`; see `stability/clipping/`."""
 
 
+@runtime_checkable
 class PrecisionOption(Precision, Stateful, Protocol):
     """An option of `precision`; see `stability/precision/`."""
 
@@ -35,6 +38,7 @@ class PrecisionOption(Precision, Stateful, Protocol):
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None: ...
 
 
+@runtime_checkable
 class DeterminismOption(Seeding, Protocol):
     """An option of `determinism`; see `machine/determinism.py`."""
 
@@ -42,6 +46,7 @@ class DeterminismOption(Seeding, Protocol):
     def seed_run(self, seed: int) -> None: ...
 
 
+@runtime_checkable
 class ParallelOption(Parallelism, Protocol):
     """An option of `parallel`; see `parallel/options.py`."""
 
@@ -55,14 +60,17 @@ class ParallelOption(Parallelism, Protocol):
     def shard_batch(self, batch: Batch, size: int) -> Batch: ...
 
 
+@runtime_checkable
 class MonitorsOption(Monitors, Stateful, Protocol):
     """An option of `monitors`; see `monitors/`."""
 
 
+@runtime_checkable
 class ForecastOption(Forecast, Stateful, Protocol):
     """An option of `forecast`; see `forecast/forecast.py`."""
 
 
+@runtime_checkable
 class FaultsOption(Protocol):
     """An option of `faults`; see `faults/planned.py`."""
 
@@ -72,6 +80,7 @@ class FaultsOption(Protocol):
     def wandb(self, wandb: Any) -> Any: ...
 
 
+@runtime_checkable
 class WandbOption(WandbRun, Protocol):
     """An option of `wandb`; see `tracking/wandb.py`."""
 
@@ -82,28 +91,33 @@ class WandbOption(WandbRun, Protocol):
     def finish(self, exit_code: int) -> None: ...
 
 
+@runtime_checkable
 class InitOption(Protocol):
     """An option of `init`; see `stability/init.py`."""
 
     def __call__(self, model: nn.Module) -> None: ...
 
 
+@runtime_checkable
 class OptimizerOption(Protocol):
     """A factory of `optimizer`; see `stability/optimizers/`. The target may also be a `torch.optim.Optimizer`."""
 
     def __call__(self, model: nn.Module) -> Optimizer: ...
 
 
+@runtime_checkable
 class DataOption(Protocol):
     """An option of `data`; see `data/`."""
 
     def batch(self, step: int, size: int, split: str) -> Batch: ...
 
 
+@runtime_checkable
 class ForensicsOption(IncidentHandler, Protocol):
     """An option of `forensics`; see `forensics/handler.py`."""
 
 
+@runtime_checkable
 class QKClipOption(Protocol):
     """An option of `qkclip`; see `stability/qkclip.py`."""
 
