@@ -19,6 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from stabletrain.config.make import plain
 from stabletrain.config.moved import now, updated
 from stabletrain.program import conf_folder
 from stabletrain.stored.trusted import check_trusted, remember
@@ -30,10 +31,10 @@ PLAIN = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
 """Interpolations that give the value of another key, or of an environment variable."""
 
 
-def remember_config(cfg: Any) -> None:
+def remember_config(config: Any) -> None:
     """Trusts a configuration of this user's, if it names anything that is not known anyway."""
-    if foreign_target(OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg):
-        remember(OmegaConf.to_container(cfg, resolve=False) if isinstance(cfg, DictConfig) else cfg)
+    if foreign_target(plain(config)):
+        remember(unresolved(config))
 
 
 def remember_arguments(options: Sequence[str], overrides: Sequence[str]) -> None:
@@ -42,17 +43,19 @@ def remember_arguments(options: Sequence[str], overrides: Sequence[str]) -> None
         remember([[*options], [*overrides]])
 
 
-def check_config(cfg: Any, file: Path) -> None:
+def check_config(config: Any, file: Path) -> None:
     """Checks a recorded configuration; see `check_trusted`.
 
     Args:
-        cfg: an OmegaConf container, or plain values.
+        config: an OmegaConf container, or plain values.
         file: that holds it.
     """
-    plain, raw = cfg, cfg
-    if isinstance(cfg, DictConfig):
-        plain, raw = OmegaConf.to_container(cfg, resolve=True), OmegaConf.to_container(cfg, resolve=False)
-    check_trusted(raw, foreign_target(plain), file)
+    check_trusted(unresolved(config), foreign_target(plain(config)), file)
+
+
+def unresolved(config: Any) -> Any:
+    """Converts a configuration to plain values, with its interpolations as they are written."""
+    return OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
 
 
 def check_arguments(options: Sequence[str], overrides: Sequence[str], file: Path) -> None:

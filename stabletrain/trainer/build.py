@@ -268,21 +268,10 @@ class RunParts:
         """Returns the first lines on the terminal."""
         options, process, state = self.options, self.process, self.trained.state
         machine = f"{hardware.name(process.device)}, {hardware.threads()}"
-        notes = [
-            *self.trained.notes,
-            *opening_notes(self.source, process, options.batch_size, options.eval_batches),
-            update_note(self.tools.guard, state),
-        ]
-        return opening(
-            options.choices,
-            options.config,
-            state.model,
-            self.source.data,
-            self.tools,
-            machine,
-            str(self.folder),
-            notes,
-        )
+        notes = opening_notes(self.source, process, options.batch_size, options.eval_batches)
+        notes = [*self.trained.notes, *notes, update_note(self.tools.guard, state)]
+        given = options.choices, options.config, state.model, self.source.data, self.tools
+        return opening(*given, machine, str(self.folder), notes)
 
     def compile_model(self) -> None:
         """Compiles the model in place and tries it on one micro-batch.

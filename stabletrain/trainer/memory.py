@@ -81,10 +81,10 @@ def check_memory(options: Options, process: Any, data: Any, sizes: Mapping[str, 
     ranks, device = process.ranks, process.device
     key = depth_key(options.model)
     depth = options.model.node[key] if key else 0
-    called = f"model={process.choices['model']}"
+    called = f"model={options.choices['model']}"
     deep = f"{called} with model.{key}={depth}" if key else called
-    shards = ranks.world_size if process.choices.get("parallel") == "fsdp" else 1
-    half = 0.5 if process.choices.get("precision") == "bf16_params" else 1
+    shards = ranks.world_size if options.choices.get("parallel") == "fsdp" else 1
+    half = 0.5 if options.choices.get("precision") == "bf16_params" else 1
     batch = batch_bytes(options.batch_size, process, data)
     training = half * (weights.all + (1 + moments(options.optimizer)) * weights.trained) / shards
 

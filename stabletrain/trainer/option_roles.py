@@ -1,6 +1,6 @@
 """What the objects of config groups must offer, beyond their role in a step, while a run is built.
 
-`config.make.make` refuses an object of the wrong kind (`guard._target_=builtins.dict`) by these roles, before anything
+`config.make.Choice.build` refuses an object of the wrong kind (`guard._target_=builtins.dict`) by these roles, before anything
 calls it.
 """
 

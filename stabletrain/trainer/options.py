@@ -16,22 +16,7 @@ from stabletrain.models.layers import QKNorm, Softcap
 from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objective
 from stabletrain.stability.objective.cross_entropy import ZLossKind
 from stabletrain.stability.schedule import ScheduleKind, WarmupKind
-from stabletrain.trainer.option_roles import (
-    ClippingOption,
-    DataOption,
-    DeterminismOption,
-    FaultsOption,
-    ForecastOption,
-    ForensicsOption,
-    GuardOption,
-    InitOption,
-    MonitorsOption,
-    OptimizerOption,
-    ParallelOption,
-    PrecisionOption,
-    QKClipOption,
-    WandbOption,
-)
+from stabletrain.trainer import option_roles
 from stabletrain.trainer.roles import Checkpoints
 
 Some = TypeVar("Some", bound="ForwardOptions")
@@ -42,7 +27,7 @@ class ForwardOptions:
     """What a forward pass and its loss depend on."""
 
     model: Choice[Any]  # any class: `contract.make_model` checks that it gives an nn.Module
-    precision: Choice[PrecisionOption]
+    precision: Choice[option_roles.PrecisionOption]
     zloss: ZLossKind = field(default_factory=NoZLoss)
     label_smoothing: float = 0.0
     objective: Objective
@@ -52,9 +37,9 @@ class ForwardOptions:
 class StepOptions(ForwardOptions):
     """What a step computes with: all that a replay needs."""
 
-    determinism: DeterminismOption
-    clipping: ClippingOption
-    qkclip: QKClipOption
+    determinism: option_roles.DeterminismOption
+    clipping: option_roles.ClippingOption
+    qkclip: option_roles.QKClipOption
     warmup: WarmupKind
     schedule: ScheduleKind
     steps: int
@@ -73,19 +58,19 @@ class Options(StepOptions):
         choices: the chosen option of each config group.
     """
 
-    parallel: ParallelOption
-    guard: GuardOption
-    monitors: MonitorsOption
-    faults: FaultsOption
-    forecast: ForecastOption
-    data: Choice[DataOption]
+    parallel: option_roles.ParallelOption
+    guard: option_roles.GuardOption
+    monitors: option_roles.MonitorsOption
+    faults: option_roles.FaultsOption
+    forecast: option_roles.ForecastOption
+    data: Choice[option_roles.DataOption]
     qknorm: QKNorm  # the model's YAML builds its own from the same keys; this one has been checked
     softcap: Softcap
-    init: InitOption
-    optimizer: Choice[OptimizerOption]
+    init: option_roles.InitOption
+    optimizer: Choice[option_roles.OptimizerOption]
     checkpoint: Checkpoints
-    wandb: WandbOption
-    forensics: ForensicsOption
+    wandb: option_roles.WandbOption
+    forensics: option_roles.ForensicsOption
     batch_size: int
     eval_every: int
     eval_batches: int | None

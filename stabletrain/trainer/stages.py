@@ -54,12 +54,10 @@ class Process:
     """This process: its rank, its device, and how it computes.
 
     Attributes:
-        choices: the chosen option of each config group.
         switches: the determinism settings in force, recorded in `run.json`.
     """
 
     ranks: Ranks
-    choices: Mapping[str, str]
     parallel: Any
     precision: Any
     switches: Mapping[str, Any]
@@ -108,10 +106,10 @@ class Trained:
 
 def start_process(options: Options, folder: Path) -> Process:
     """Joins the other ranks, and prepares determinism, device and precision. `folder` is the run folder."""
-    ranks, parallel, choices = current_ranks(), options.parallel, options.choices
+    ranks, parallel = current_ranks(), options.parallel
     if ranks.launched:
         join_process_group(ranks)
-    parallel.check(choices)
+    parallel.check(options.choices)
     parallel.set_timeout(started=False)
     # Before `pick`, which starts CUDA: cuBLAS reads its workspace only then.
     switches = options.determinism.prepare()
@@ -123,7 +121,7 @@ def start_process(options: Options, folder: Path) -> Process:
         kept = run_on_main(ranks, lambda: kept_precision(*asked))
     precision = options.precision.build(device=device, **({"kept": kept} if kept else {}))
     precision.prepare()
-    return Process(ranks, choices, parallel, precision, switches, device)
+    return Process(ranks, parallel, precision, switches, device)
 
 
 def rank_seed(seed: int, ranks: Ranks) -> int:
@@ -354,7 +352,7 @@ def make_tools(options: Options, process: Process, source: Source, model: nn.Mod
         parallel=process.parallel,
         head_apart=process.parallel.head_apart,
     )
-    name, parts = process.choices.get("objective", "cross_entropy"), options.grad_accum_steps
+    name, parts = options.choices["objective"], options.grad_accum_steps
     if tools.objective.couples_samples and parts * process.ranks.world_size > 1:
         what = f"grad_accum_steps={parts}" if parts > 1 else f"{process.ranks.world_size} ranks"
         raise ConfigError(

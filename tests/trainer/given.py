@@ -9,6 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import nn
 
+from benchmarks.workloads import build_tools
 from stabletrain.buffers import Buffers
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.comparison.pages.at_end import NoPage
@@ -31,7 +32,6 @@ from stabletrain.trainer.incidents import ExecutedStep
 from stabletrain.trainer.options import Options, read
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
-from stabletrain.trainer.tools import build_tools
 
 CPU = torch.device("cpu")
 FP32 = precisions.fp32(CPU)

@@ -99,7 +99,7 @@ def test_the_ranks_of_a_machine_share_its_memory_and_the_main_process_writes_the
     state = TrainState(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
     for rank, local_rank, writers in ((0, 0, 1), (3, 3, 1), (8, 0, 0), (9, 1, 0)):
         ranks = Ranks(rank, 16, local_rank, True, local_world_size=8)
-        process = Process(ranks, {}, SingleProcess(), FP32, {}, CPU)
+        process = Process(ranks, SingleProcess(), FP32, {}, CPU)
         module.choose_host_memory(process, state, RollbackGuard(), Saves())
         assert (asked[-1]["ranks"], asked[-1]["snapshots"], asked[-1]["checkpoints"]) == (8, 4, writers)
     assert len(said) == 2, "one line for each machine"
@@ -177,7 +177,7 @@ def test_no_state_is_saved_at_first(built):
 
 
 def test_the_machine_record_has_precision_and_determinism():
-    process = Process(Ranks(), {}, SingleProcess(), FP32, {"switch": True}, CPU)
+    process = Process(Ranks(), SingleProcess(), FP32, {"switch": True}, CPU)
     model = nn.Linear(1, 1)
     trained = Trained(TrainState(model, torch.optim.SGD(model.parameters())), make_run().monitoring.usage, ["head"], 2)
     record = machine_record(process, trained)

@@ -1,5 +1,6 @@
 """A run that cannot fit into memory is refused by a lower bound, with what it needs and what there is."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -41,14 +42,15 @@ def said(*typed, limit=10**9, device="cpu", ranks=1, **choices):
     process = SimpleNamespace(
         ranks=Ranks(world_size=ranks, local_world_size=ranks),
         device=torch.device(device),
-        choices={"model": "gpt_nano", "precision": "fp32", "parallel": "auto"} | choices,
         parallel=SingleProcess(),
     )
     with composed(*TINY_GPT, *typed) as cfg, pytest.MonkeyPatch.context() as patch:
+        options = options_of(cfg)
+        options = replace(options, choices=options.choices | choices)
         patch.setattr(memory, "host_memory", lambda: limit)
         patch.setattr(memory, "device_memory", lambda device: limit)
         try:
-            return check_memory(options_of(cfg), process, Data(), SIZES)
+            return check_memory(options, process, Data(), SIZES)
         except ConfigError as error:
             return str(error)
 

@@ -36,6 +36,8 @@ def test_each_field_is_the_object_that_its_yaml_names_or_will_be(chosen):
     with composed(*chosen) as cfg:
         options, values = options_of(cfg), plain(cfg)
     assert options.config == values
+    assert options.choices["guard"] == ("skip" if "guard=skip" in chosen else "rollback")
+    assert not [group for group in options.choices if "hydra" in group]
     for name, value in values.items():
         made = getattr(options, name)
         if name in LATER:

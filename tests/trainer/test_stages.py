@@ -78,7 +78,7 @@ class NoData:
 
 def process(rank=0, world_size=1, parallel=None):
     ranks = Ranks(rank, world_size)
-    return Process(ranks, {"optimizer": "adamw"}, parallel or SingleProcess(ranks), FP32, {}, CPU)
+    return Process(ranks, parallel or SingleProcess(ranks), FP32, {}, CPU)
 
 
 def empty_state(**options):
@@ -107,8 +107,6 @@ def test_a_process_has_the_objects_of_its_groups():
     assert (started.ranks, started.device) == (Ranks(), CPU)
     assert started.precision.name == "bf16"
     assert started.switches["use_deterministic_algorithms"] is False
-    assert (started.choices["precision"], started.choices["model"]) == ("bf16", "gpt_nano")
-    assert not [group for group in started.choices if "hydra" in group]
     assert isinstance(started.parallel, SingleProcess)
 
 
@@ -391,11 +389,12 @@ class Contrastive:
     ],
 )
 def test_an_objective_that_couples_samples_is_refused_where_the_batch_is_split(world_size, typed, fix):
-    here = replace(process(0, world_size), choices={"objective": "mine"})
     with composed(*TINY_GPT, f"objective._target_={__name__}.Contrastive", *typed) as cfg:
 
         def make():
-            return make_tools(options_of(cfg), here, BYTES, nn.Linear(1, 1))
+            options = options_of(cfg)
+            options = replace(options, choices=options.choices | {"objective": "mine"})
+            return make_tools(options, process(0, world_size), BYTES, nn.Linear(1, 1))
 
         if fix is None:
             assert make().objective.couples_samples

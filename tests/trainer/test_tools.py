@@ -1,9 +1,10 @@
-"""The tools of a step: defaults for a user's own loop, and those that a configuration describes."""
+"""The tools of a step: those that options describe, and the usual ones of tests and benchmarks."""
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.workloads import build_tools
 from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, TrainState, Verdict
@@ -15,7 +16,7 @@ from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.step import train_step
-from stabletrain.trainer.tools import build_tools, tools_from_options
+from stabletrain.trainer.tools import tools_from_options
 from tests.runs import TINY_GPT, composed
 from tests.trainer.given import FP32, batch, options_of, reading
 
