@@ -1,7 +1,7 @@
 """What the objects of config groups must offer, beyond their role in a step, while a run is built.
 
-`config.make.Choice.build` refuses an object of the wrong kind (`guard._target_=builtins.dict`) by these roles, before anything
-calls it.
+`config.make.Choice.build` refuses an object of the wrong kind (`guard._target_=builtins.dict`) by these roles, before
+anything calls it.
 """
 
 from collections.abc import Mapping
