@@ -262,17 +262,17 @@ def resumed_folder(resume: str, folder: Path) -> Path | None:
     return folder if resume == "auto" else Path(resume).absolute().parent.parent
 
 
-def kept_precision(resume: str, folder: Path, option: str, target: str) -> str:
+def kept_precision(resume: str, target: str, choices: Mapping[str, str], folder: Path) -> str:
     """Returns the mode that `precision=auto` has chosen for the run that is resumed; empty if there is none.
 
     Args:
         resume: the key's value.
-        folder: the run folder.
-        option: of the group `precision`.
-        target: of this option.
+        target: what the precision's `_target_` names.
+        choices: the option of each config group.
+        folder: the run's own folder.
     """
     other = resumed_folder(resume, folder)
-    if other is None or option != "auto" or target != AUTO:
+    if other is None or choices.get("precision") != "auto" or target != AUTO:
         return ""
     try:
         record = read_run_record(other)

@@ -19,7 +19,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from stabletrain.config.make import plain
 from stabletrain.config.moved import now, updated
 from stabletrain.program import conf_folder
 from stabletrain.stored.trusted import check_trusted, remember
@@ -31,10 +30,11 @@ PLAIN = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
 """Interpolations that give the value of another key, or of an environment variable."""
 
 
-def remember_config(config: Any) -> None:
+def remember_config(tree: Any) -> None:
     """Trusts a configuration of this user's, if it names anything that is not known anyway."""
-    if foreign_target(plain(config)):
-        remember(unresolved(config))
+    resolved, raw = resolved_and_raw(tree)
+    if foreign_target(resolved):
+        remember(raw)
 
 
 def remember_arguments(options: Sequence[str], overrides: Sequence[str]) -> None:
@@ -43,19 +43,22 @@ def remember_arguments(options: Sequence[str], overrides: Sequence[str]) -> None
         remember([[*options], [*overrides]])
 
 
-def check_config(config: Any, file: Path) -> None:
+def check_config(tree: Any, file: Path) -> None:
     """Checks a recorded configuration; see `check_trusted`.
 
     Args:
-        config: an OmegaConf container, or plain values.
+        tree: an OmegaConf container, or plain values.
         file: that holds it.
     """
-    check_trusted(unresolved(config), foreign_target(plain(config)), file)
+    resolved, raw = resolved_and_raw(tree)
+    check_trusted(raw, foreign_target(resolved), file)
 
 
-def unresolved(config: Any) -> Any:
-    """Converts a configuration to plain values, with its interpolations as they are written."""
-    return OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
+def resolved_and_raw(tree: Any) -> tuple[Any, Any]:
+    """Returns the plain values of a configuration, with its interpolations resolved and as they are written."""
+    if not isinstance(tree, DictConfig):
+        return tree, tree
+    return OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree, resolve=False)
 
 
 def check_arguments(options: Sequence[str], overrides: Sequence[str], file: Path) -> None:

@@ -117,8 +117,8 @@ def start_process(options: Options, folder: Path) -> Process:
     # `precision=auto` of a resumed run stays what it was, on whichever card the run continues.
     kept = ""
     if options.resume != "none":
-        asked = options.resume, folder, options.precision.option, options.precision.target
-        kept = run_on_main(ranks, lambda: kept_precision(*asked))
+        target = options.precision.target
+        kept = run_on_main(ranks, lambda: kept_precision(options.resume, target, options.choices, folder))
     precision = options.precision.build(device=device, **({"kept": kept} if kept else {}))
     precision.prepare()
     return Process(ranks, parallel, precision, switches, device)
