@@ -108,33 +108,28 @@ def read(kind: type[Some], config: Mapping[str, Any], choices: Mapping[str, str]
         ConfigError: an option has an unknown key, a value is out of bounds, or an object does not fit its field.
     """
     choices = {group: option for group, option in (choices or {}).items() if "hydra" not in group}
-    found: dict[str, Any] = {"config": config, "choices": choices}
-    types, defined = get_type_hints(kind), {each.name: each for each in fields(kind)}
-    for name in defined:
-        wanted = types[name]
-        if name in found or name not in config or name == "objective":
+    found: dict[str, Any] = {"config": config, "choices": choices} if issubclass(kind, Options) else {}
+    for name, wanted in get_type_hints(kind).items():
+        if name not in config or name == "objective":
             continue
-        value = plain(config[name])
-        if get_origin(wanted) is Choice:
-            [role] = get_args(wanted)
-            found[name] = Choice(name, value, choices.get(name, ""), None if role is Any else role)
-        elif isinstance(value, dict):
-            found[name] = Choice(name, value, choices.get(name, ""), wanted).build()
-        else:
-            found[name] = value
-    given = {name: value for name, value in found.items() if name in defined}
-    loss = CrossEntropy(given.get("zloss", NoZLoss()), given.get("label_smoothing", 0.0))
-    if "objective" in config:  # else it is the configuration of an older run or incident
-        loss = objective_of(Choice.of(config, "objective", choices=choices), loss)
-    return kind(**given, objective=loss)
+        found[name] = value = plain(config[name])
+        if isinstance(value, dict):
+            [role] = get_args(wanted) or [wanted]
+            choice = Choice(name, value, choices.get(name, ""), None if role is Any else role)
+            found[name] = choice if get_origin(wanted) is Choice else choice.build()
+    # The loss is made last: the cross-entropy takes two other options. Older runs and incidents had no other loss.
+    usual = CrossEntropy(found.get("zloss", NoZLoss()), found.get("label_smoothing", 0.0))
+    recorded = "objective" in config
+    loss = objective_of(Choice.of(config, "objective", choices=choices), usual) if recorded else usual
+    return kind(**found, objective=loss)
 
 
-def objective_of(choice: Choice[Any], cross_entropy: CrossEntropy) -> Objective:
+def objective_of(choice: Choice[Any], usual: CrossEntropy) -> Objective:
     """Builds the objective: an `Objective`, or any callable of the user's, which may be a function or a class.
 
     Args:
         choice: the option of the group `objective`.
-        cross_entropy: the loss if the option is the cross-entropy, with z-loss and label smoothing.
+        usual: the loss if the option is the cross-entropy.
 
     Raises:
         ConfigError: the target cannot be built or called.
@@ -145,7 +140,7 @@ def objective_of(choice: Choice[Any], cross_entropy: CrossEntropy) -> Objective:
         return Custom(partial(made.func, **made.keywords))  # Hydra's partial would check its target in every step
     objective = choice.build()
     if isinstance(objective, CrossEntropy):
-        return replace(objective, zloss=cross_entropy.zloss, label_smoothing=cross_entropy.label_smoothing)
+        return replace(objective, zloss=usual.zloss, label_smoothing=usual.label_smoothing)
     if isinstance(objective, Objective):
         return objective
     if not callable(objective):
