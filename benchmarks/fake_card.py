@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 import stabletrain
 from benchmarks.fake_autograd import Walk, backward, grad
+from stabletrain.config.make import Choice
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, Reading
@@ -331,21 +332,21 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def made(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `make(cfg, group)` that builds data and initial weights with real values, on the host."""
+def made(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `Choice.build` that makes data and initial weights with real values, on the host."""
 
-    def build(cfg: Any, group: str, *role: Any, **arguments: Any) -> Any:
-        if group not in ("data", "init"):
-            return make(cfg, group, *role, **arguments)
-        built = with_values(make)(cfg, group, *role, **arguments)
-        if group == "init":
+    def on_host(choice: Choice[Any], **arguments: Any) -> Any:
+        if choice.group not in ("data", "init"):
+            return build(choice, **arguments)
+        built = with_values(build)(choice, **arguments)
+        if choice.group == "init":
             return with_values(built)
         if hasattr(built, "fingerprint"):
             known = with_values(built.fingerprint)()
             built.fingerprint = lambda: known
         return built
 
-    return build
+    return on_host
 
 
 class FakeStream:
@@ -450,7 +451,7 @@ def as_if_on_a_card(
         replace(Tensor, "pin_memory", page_locked)
         replace(nn.Module, "to", move)
         replace(hardware, "choose_device", lambda *_: CARD)
-        replace(stages, "make", made(stages.make))
+        replace(Choice, "build", made(Choice.build))
         replace(stages, "make_model", with_values(stages.make_model))
         replace(build, "Prefetch", Direct)
         replace(InFlight, "wait", arrived)

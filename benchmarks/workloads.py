@@ -1,19 +1,26 @@
 """The benchmarks' models and data: a GPT and a ResNet on random data, small on a CPU, of a common size on a GPU."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stabletrain.machine.determinism import Seeded
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
 from stabletrain.stability import precision
-from stabletrain.stability.guard import NoGuard
+from stabletrain.stability.clipping import NormClip
+from stabletrain.stability.guard import NoGuard, SkipGuard
+from stabletrain.stability.objective import CrossEntropy
+from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
+from stabletrain.stability.sanitize import Sanitizer
+from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.stability.softcap import NoSoftcap
-from stabletrain.trainer.tools import build_tools
 
 
 def gpt(n_layer: int, n_embd: int, block_size: int, batch: int, vocab: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -57,6 +64,29 @@ WORKLOADS: dict[str, dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]]] 
         ),
     },
 }
+
+
+def build_tools(precision: FullPrecision, **given: Any) -> Tools:
+    """Builds the tools of a step from objects.
+
+    The defaults: cross-entropy, gradients clipped at norm 1, a `SkipGuard` that halts at the tenth skip in a row, a
+    constant learning rate, randomness seeded by step number, one process.
+
+    Args:
+        given: fields of `Tools`; None for the default.
+    """
+    usual = {
+        "sanitizer": Sanitizer(),
+        "objective": CrossEntropy(),
+        "clipping": NormClip(1.0),
+        "after_update": NoQKClip(),
+        "guard": SkipGuard(max_consecutive=10),
+        "learning_rate": LearningRate(NoWarmup(), Constant(), 10**6),
+        "determinism": Seeded(),
+        "seed": 0,
+        "parallel": SingleProcess(),
+    }
+    return Tools(precision=precision, **usual | {name: value for name, value in given.items() if value is not None})
 
 
 def plain_tools(mode: str, device: torch.device, guard: NoGuard) -> Tools:

@@ -62,12 +62,3 @@ class Tools:
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss to differentiate: times the loss scale, and times the world size, since DDP averages."""
         return self.precision.scale(self.parallel.scale_for_averaging(loss))
-
-
-# for trainer/build.py, stages.py, tools.py and before_after.py
-Clipping = NoClip
-GuardPolicy = NoGuard
-Precision = FullPrecision
-Seeding = Off
-Parallel = SingleProcess
-LearningRate = Callable[[int], float]

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.workloads import build_tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.step import compute, train_step
-from stabletrain.trainer.tools import build_tools
 
 CPU = torch.device("cpu")
 PRECISIONS = {

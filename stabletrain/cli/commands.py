@@ -128,9 +128,10 @@ def sample(chosen: argparse.Namespace) -> None:
     import torch
 
     from stabletrain.checkpoint.folder import find
-    from stabletrain.config.make import make
+    from stabletrain.config.make import Choice
     from stabletrain.models.sampling import generate
     from stabletrain.trainer.contract import context_length, make_model
+    from stabletrain.trainer.options import ForwardOptions, read
     from stabletrain.trainer.saved import config_of
 
     if not -(2**63) <= chosen.seed < 2**64:
@@ -138,11 +139,13 @@ def sample(chosen: argparse.Namespace) -> None:
     if chosen.tokens > MAX_TOKENS:
         raise ConfigError(f"--tokens {chosen.tokens} is above {MAX_TOKENS:,}: they are printed at the end; use fewer")
     checkpoint = find(chosen.run, best=chosen.best)
-    cfg = config_of(checkpoint)
-    data = make(cfg, "data")
+    config = config_of(checkpoint)
+    choice = Choice.of(config, "data")
+    data = choice.build()
     if not hasattr(data, "encode"):
-        raise ConfigError(f"{chosen.run}: its model was trained on {cfg.data._target_}, which is not text")
-    model = make_model(cfg, data)
+        raise ConfigError(f"{chosen.run}: its model was trained on {choice.target}, which is not text")
+    options = read(ForwardOptions, config)
+    model = make_model(options.model, data, options.objective)
     model.load_state_dict(checkpoint.load_model())
     prompt = torch.tensor([data.encode(data.prompt if chosen.prompt is None else chosen.prompt)])
     generator = torch.Generator().manual_seed(chosen.seed)

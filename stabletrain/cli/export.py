@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from torch import Tensor
 
 import stabletrain
 from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.config import trust
-from stabletrain.config.make import make, plain
+from stabletrain.config.make import Choice
 from stabletrain.config.moved import updated
 from stabletrain.data.files import read_meta
 from stabletrain.errors import ConfigError, did_you_mean
@@ -93,8 +92,10 @@ def format_of(to: str, trained: Trained) -> Format:
 
 def trained_of(checkpoint: Checkpoint) -> Trained:
     """Returns the model of a checkpoint, rebuilt from the configuration of its run."""
-    cfg = config_of(checkpoint)
-    model, sizes = build_model(checkpoint, cfg)
+    config = config_of(checkpoint)
+    choice = Choice.of(config, "model")
+    data = Choice.of(config, "data")
+    model, sizes = build_model(checkpoint, choice, data)
     origin = {
         "stabletrain": stabletrain.__version__,
         "run": checkpoint.info.get("run"),
@@ -103,16 +104,16 @@ def trained_of(checkpoint: Checkpoint) -> Trained:
     }
 
     def samples() -> Tensor:
-        return checked(make(cfg, "data").batch(0, 2, "val")).transformed().inputs
+        return checked(data.build().batch(0, 2, "val")).transformed().inputs
 
     return Trained(
         model.eval(),
-        {**updated(plain(cfg)["model"]), **sizes},
+        {**updated(dict(choice.node)), **sizes},
         choices_in(checkpoint.path.parent.parent),
         {name: str(value) for name, value in origin.items() if value is not None},
         samples,
-        reads(cfg),
-        tokenizer_of(cfg),
+        reads(data),
+        tokenizer_of(data),
     )
 
 
@@ -125,25 +126,24 @@ def choices_in(folder: Path) -> Mapping[str, str]:
     return {group: option for group, option in choices.items() if option is not None}
 
 
-def tokenizer_of(cfg: DictConfig) -> str | None:
+def tokenizer_of(data: Choice[Any]) -> str | None:
     """Returns the name of the tokenizer of the run's data; None if the data is not there, or has none."""
-    target = updated(plain(cfg["data"])).get("_target_", "")
-    if target.startswith("stabletrain.data.text."):
+    if data.target.startswith("stabletrain.data.text."):
         return "bytes"
-    if target != "stabletrain.data.tokens.Tokens":
+    if data.target != "stabletrain.data.tokens.Tokens":
         return None
     try:
-        return read_meta(Path(cfg.data.path))["tokenizer"]
-    except (ConfigError, OSError, TypeError):
+        return read_meta(Path(data.node["path"]))["tokenizer"]
+    except (ConfigError, OSError, KeyError, TypeError):
         return None
 
 
-def reads(cfg: DictConfig) -> str:
+def reads(data: Choice[Any]) -> str:
     """Returns how the run's data makes inputs of images; empty for other data."""
-    data = updated(plain(cfg["data"]))
-    if data.get("modality") != "images":
+    node = data.node
+    if node.get("modality") != "images":
         return ""
-    numbers = f", data.mean={data['mean']} and data.std={data['std']}" if {"mean", "std"} <= data.keys() else ""
+    numbers = f", data.mean={node['mean']} and data.std={node['std']}" if {"mean", "std"} <= node.keys() else ""
     return f"inputs are images as the run's data normalises them: (pixels / 255 - mean) / std of each channel{numbers}"
 
 

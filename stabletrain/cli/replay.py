@@ -10,6 +10,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypedDict
 
 import torch
@@ -26,7 +27,7 @@ from stabletrain.config import trust
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import check_keys
 from stabletrain.config.error_texts import explain
-from stabletrain.config.make import leaves, make, plain
+from stabletrain.config.make import Choice, leaves, plain
 from stabletrain.config.moved import updated
 from stabletrain.config.recorded import Group
 from stabletrain.config.rules import CHOSEN_PARTS
@@ -44,8 +45,10 @@ from stabletrain.records import TrainState
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stored.json_files import Count, DamagedFile, check_type
 from stabletrain.trainer.contract import TakeLogits, vocabulary
+from stabletrain.trainer.options import StepOptions
+from stabletrain.trainer.options import read as read_options
 from stabletrain.trainer.saved import open_sizes, sizes_in
-from stabletrain.trainer.tools import objective_from_config, tools_from_config
+from stabletrain.trainer.tools import tools_from_options
 
 ACTING = ("model", "precision", "zloss", "qknorm", "softcap", "determinism", "label_smoothing", "grad_accum_steps")
 """Settings that forward and backward depend on, besides weights and batch; these may be overridden."""
@@ -164,13 +167,15 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
     torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())
     recorded = recorded_config(folder, about["config"])
     cfg = overridden_config(recorded, about["choices"], overrides, config_dir) if overrides else recorded
-    cfg.model = fill_sizes(cfg, folder)
-    model, tools = model_and_tools(cfg)
-    other = plain(cfg)["model"] != plain(recorded)["model"]
+    options = read_options(StepOptions, cfg)
+    choice = replace(options.model, node={**options.model.node, **null_sizes(options.model, folder)})
+    model, tools = model_and_tools(replace(options, model=choice))
+    other = bool(overrides) and choice.node != plain(recorded.model)
     repro = repro_files.load_repro(folder, model, tools, strict=not other)
-    if cfg.grad_accum_steps != recorded.grad_accum_steps:
-        repro = replace(repro, micro_batches=cfg.grad_accum_steps)
-    if cfg.precision.get("init_scale") != recorded.precision.get("init_scale"):  # otherwise keep the step's own scale
+    if options.grad_accum_steps != recorded.grad_accum_steps:
+        repro = replace(repro, micro_batches=options.grad_accum_steps)
+    # otherwise keep the step's own scale
+    if options.precision.node.get("init_scale") != recorded.precision.get("init_scale"):
         repro = replace(repro, loss_scale=float(tools.precision.loss_scale()))
     outcome = replay(repro, "same")
     if outcome.not_run:
@@ -260,51 +265,46 @@ def why_not(folder: Path) -> str:
     return "the folder holds no incident: use one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
 
 
-def model_and_tools(cfg: DictConfig) -> tuple[nn.Module, Tools]:
+def model_and_tools(options: StepOptions) -> tuple[nn.Module, Tools]:
     """Builds the model with its initial weights on its device, and the tools of a step."""
-    determinism = make(cfg, "determinism")
-    determinism.prepare()
-    device = hardware.choose_device(cfg.device)
-    precision = make(cfg, "precision", device=device)
+    options.determinism.prepare()  # before `choose_device`, which starts CUDA
+    device = hardware.choose_device(options.device)
+    precision = options.precision.build(device=device)
     precision.prepare()
-    determinism.seed_run(cfg.seed)
-    model = make(cfg, "model").to(device)
-    if objective_from_config(cfg).takes_tensor:  # else the loss takes the output as it is
+    options.determinism.seed_run(options.seed)
+    model = options.model.build().to(device)
+    if options.objective.takes_tensor:  # else the loss takes the output as it is
         model.register_forward_hook(TakeLogits())
     precision.wrap_fp32_modules(model)
     precision.attach(model, TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0)).optimizer)
-    tools = tools_from_config(
-        cfg,
+    tools = tools_from_options(
+        options,
         model,
-        vocab_size=vocabulary(model, cfg.model),
+        vocab_size=vocabulary(model, SimpleNamespace(**options.model.node)),
         precision=precision,
-        clipping=make(cfg, "clipping"),
         guard=NoGuard(),
-        determinism=determinism,
-        seed=cfg.seed,
+        seed=options.seed,
         parallel=SingleProcess(),
     )
     return model, tools
 
 
-def fill_sizes(cfg: DictConfig, folder: Path) -> DictConfig:
-    """The model's configuration, with sizes that the data determined read from the incident's shapes.
+def null_sizes(choice: Choice[Any], folder: Path) -> dict[str, int]:
+    """Returns the model's sizes that are null in its option, read from the incident's shapes.
 
     Raises:
         ConfigError: no shape contains a size.
     """
-    wanted = open_sizes(cfg)
+    wanted = open_sizes(choice)
     if not wanted:
-        return cfg.model
+        return {}
     saved = repro_files.read(folder)
     state = repro_files.tensors_of(folder, repro_files.STATE, saved)
     then = {name: tensor.shape for part in ("parameters", "buffers") for name, tensor in state[part].items()}
     # if no parameter depends on the block size, take the length of a sample
     sizes = {"block_size": repro_files.tensors_of(folder, repro_files.BATCH, saved)["inputs"].shape[-1]}
-    sizes |= sizes_in(cfg, then)
-    filled = DictConfig(plain(cfg)["model"])
+    sizes |= sizes_in(choice, then)
     for key in wanted:
         if key not in sizes:
             raise ConfigError(f"{folder}: model.{key} came from the data and is in no saved shape: add model.{key}=...")
-        filled[key] = sizes[key]
-    return filled
+    return {key: sizes[key] for key in wanted}

@@ -10,10 +10,10 @@ from omegaconf import DictConfig
 
 from stabletrain.config.composed import Composed, composed_job
 from stabletrain.config.interpolation import check_resolves
-from stabletrain.config.make import make
+from stabletrain.config.make import Choice
 from stabletrain.config.rules import RANKS, RULES, TYPES
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.stability.schedule import LearningRate, ScheduleKind, WarmupKind
+from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.weights.place import existing_folder
 
 
@@ -29,7 +29,10 @@ def check(cfg: DictConfig) -> None:
         rule.check(run)
     if run["init_from"] != "none" and run["resume"] == "none":  # a resumed run does not read it
         existing_folder(run["init_from"])
-    warmup, schedule = make(cfg, "warmup", WarmupKind), make(cfg, "schedule", ScheduleKind)
+    warmup, schedule = (
+        Choice.of(cfg, "warmup", NoWarmup, run.choices).build(),
+        Choice.of(cfg, "schedule", Constant, run.choices).build(),
+    )
     LearningRate(warmup, schedule, run["steps"])  # checks its own bounds, without torch
 
 

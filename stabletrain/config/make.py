@@ -3,40 +3,96 @@
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pydoc import ErrorDuringImport, locate
-from typing import Any, Generic, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from stabletrain.config.moved import updated
+from stabletrain.config.moved import now, updated
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 
+Made = TypeVar("Made")
 
-def make(cfg: DictConfig, group: str, *roles: type, **given: Any) -> Any:
-    """Builds the object of a config group; its arguments are plain Python values, not OmegaConf containers.
 
-    Args:
-        cfg: the whole configuration.
+@dataclass(frozen=True)
+class Choice(Generic[Made]):
+    """The chosen option of a config group, which builds the group's object.
+
+    Attributes:
         group: the group's name.
-        roles: classes that the object must have the public methods and attributes of; it need not derive from them.
-        given: arguments besides the option's keys.
-
-    Raises:
-        ConfigError: the option has an unknown key, a value is out of bounds, or the object does not fit a role.
+        node: the option's keys and values, plain and resolved.
+        option: the option's name; empty if it is unknown.
+        role: class that the object must have the public methods and attributes of; it need not derive from it. None for
+            any object.
     """
-    made = instantiated(cfg, group, given)
-    for role in roles:
-        if missing := missing_parts(made, role):
-            target, option = cfg[group].get("_target_"), chosen_option(group)
+
+    group: str
+    node: Mapping[str, Any]
+    option: str = ""
+    role: Any = None
+
+    @classmethod
+    def of(
+        cls, config: Mapping[str, Any], group: str, role: Any = None, choices: Mapping[str, str] | None = None
+    ) -> "Choice[Made]":
+        """Returns the choice of a group in a configuration, which may be OmegaConf's or plain."""
+        return cls(group, plain(config[group]), (choices or {}).get(group, ""), role)
+
+    @property
+    def target(self) -> str:
+        """The path of what builds the object, where it lies today; empty if the option names none."""
+        return now(str(self.node.get("_target_", "")))
+
+    @property
+    def code(self) -> Any:
+        """The class or function that the target names; None if it cannot be imported."""
+        try:
+            return locate(self.target)
+        except ErrorDuringImport:  # `build` names the problem
+            return None
+
+    def build(self, **given: Any) -> Made:
+        """Builds the object; its arguments are plain Python values, not OmegaConf containers.
+
+        Args:
+            given: arguments besides the option's keys, or instead of them.
+
+        Raises:
+            ConfigError: the option has an unknown key, a value is out of bounds, or the object does not fit the role.
+        """
+        made = self._instantiated(given)
+        if self.role is not None and (missing := missing_parts(made, self.role)):
             raise ConfigError(
-                f"{group}={option}: {target} gives a {type(made).__name__}, which has no {', '.join(missing)}: the "
-                f"group needs all that {role.__module__}.{role.__qualname__} names; leave {group}._target_ as it is, "
-                "or add them"
+                f"{self}: {self.node['_target_']} gives a {type(made).__name__}, which has no {', '.join(missing)}: "
+                f"the group needs all that {self.role.__module__}.{self.role.__qualname__} names; leave "
+                f"{self.group}._target_ as it is, or add them"
             )
-    return made
+        return made
+
+    def _instantiated(self, given: Mapping[str, Any]) -> Any:
+        if not self.target:
+            raise ConfigError(f"{self}: its YAML has no _target_, so there is nothing to build")
+        # only the checks read the modality; the target does not take it
+        node = {key: value for key, value in updated(dict(self.node)).items() if key != "modality"}
+        try:
+            return instantiate(node, **given, _convert_="all")
+        except InstantiationException as error:
+            cause = innermost(error)  # Hydra wraps the option's own error
+            if isinstance(cause, StabletrainError):
+                raise cause from None
+            module, _, name = self.target.rpartition(".")
+            known = vars(sys.modules[module]) if module in sys.modules else {}
+            hint = "" if name in known else did_you_mean(name, known)
+            if isinstance(cause, ModuleNotFoundError) and cause.name == module.partition(".")[0]:
+                hint = "; if it is your own code, set PYTHONPATH to its folder"
+            raise ConfigError(f"{self} cannot be built from {self.target}: {cause}{hint}") from error
+
+    def __str__(self) -> str:
+        """Returns `group=option`, as it is typed."""
+        return f"{self.group}={self.option or self.group}"
 
 
 def missing_parts(made: Any, role: type) -> list[str]:
@@ -63,43 +119,9 @@ def has(made: Any, name: str, method: bool) -> bool:
         return True
 
 
-def chosen_option(group: str) -> str:
-    """Returns the chosen option of a group, inside a Hydra job; else the group's name."""
-    return HydraConfig.get().runtime.choices.get(group, group) if HydraConfig.initialized() else group
-
-
-def instantiated(cfg: DictConfig, group: str, given: Mapping[str, Any]) -> Any:
-    """Returns the object that a group's `_target_` gives."""
-    node = updated(plain(cfg[group]))
-    node.pop("modality", None)  # only the checks read it; the target does not take it
-    option = chosen_option(group)
-    if "_target_" not in node:
-        raise ConfigError(f"{group}={option}: its YAML has no _target_, so there is nothing to build")
-    try:
-        return instantiate(node, **given, _convert_="all")
-    except InstantiationException as error:
-        cause = innermost(error)  # Hydra wraps the option's own error
-        if isinstance(cause, StabletrainError):
-            raise cause from None
-        module, _, name = node["_target_"].rpartition(".")
-        known = vars(sys.modules[module]) if module in sys.modules else {}
-        hint = "" if name in known else did_you_mean(name, known)
-        if isinstance(cause, ModuleNotFoundError) and cause.name == module.partition(".")[0]:
-            hint = "; if it is your own code, set PYTHONPATH to its folder"
-        raise ConfigError(f"{group}={option} cannot be built from {node['_target_']}: {cause}{hint}") from error
-
-
-def target_of(cfg: DictConfig, group: str) -> Any:
-    """Returns the class or function that a group's `_target_` names; None if it cannot be imported."""
-    try:
-        return locate(updated(plain(cfg[group])).get("_target_", ""))
-    except ErrorDuringImport:  # `make` names the problem
-        return None
-
-
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """Converts a configuration to plain Python values, with interpolations resolved."""
-    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+def plain(config: Any) -> Any:
+    """Converts a configuration to plain Python values, with interpolations resolved; plain values stay as they are."""
+    return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
 
 
 def innermost(error: BaseException) -> BaseException:

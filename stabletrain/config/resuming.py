@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from stabletrain.config.arguments import show
 from stabletrain.config.make import leaves, plain
@@ -160,10 +160,10 @@ class Settings(NamedTuple):
         return dict(leaves(self.values))
 
 
-def settings(cfg: DictConfig, choices: Mapping[str, str]) -> Settings:
-    """Returns the settings of a configuration."""
+def settings(config: Mapping[str, Any], choices: Mapping[str, str]) -> Settings:
+    """Returns the settings of a configuration, which may be OmegaConf's or plain."""
     own = {group: option for group, option in choices.items() if "hydra" not in group}
-    return Settings(own, {key: value for key, value in plain(cfg).items() if key not in UNRECORDED_KEYS})
+    return Settings(own, {key: value for key, value in plain(config).items() if key not in UNRECORDED_KEYS})
 
 
 def row_of_option(group: str, before: str, now: str) -> Row:

@@ -212,7 +212,3 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         return self.out(self.dot_product(q, k, v).transpose(1, 2).flatten(2))
-
-
-QKNorm = NoQKNorm  # for trainer/contract.py
-Softcap = NoSoftcap  # for trainer/contract.py

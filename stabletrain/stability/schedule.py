@@ -176,7 +176,3 @@ class LearningRate:
         start = self.warmup.length(self.total)
         progress = max(0.0, step - start) / max(1, self.total - start)
         return self.warmup.factor(step, self.total) * self.schedule.factor(min(1.0, progress))
-
-
-WarmupKind = NoWarmup  # for trainer/tools.py
-ScheduleKind = Constant  # for trainer/tools.py

@@ -9,19 +9,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.config.make import make
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.machine.untouched import evaluating
-from stabletrain.protocols import Objective
 from stabletrain.records import Batch, reads_rows
+from stabletrain.stability.objective import Objective
 from stabletrain.stability.qkclip import LogitMeter
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.trainer.contract import checked, make_model, vocabulary
-from stabletrain.trainer.tools import objective_from_config
+from stabletrain.trainer.options import ForwardOptions
 
 TARGETS = 4096
 """The fixed batch has about so many targets: enough for a mean, and little memory beside a training step's."""
@@ -51,21 +49,20 @@ class Subject(NamedTuple):
     sanitizer: Sanitizer
 
 
-def as_trained(cfg: DictConfig, data: Any, weights: Tree, device: torch.device) -> Subject:
-    """Builds the model of a checkpoint again, with its weights, from the settings it was trained with.
+def as_trained(options: ForwardOptions, data: Any, weights: Tree, device: torch.device) -> Subject:
+    """Builds the model of a checkpoint again, with its weights, from the options it was trained with.
 
     Args:
-        cfg: those settings, resolved.
         weights: the checkpoint's `model`.
     """
     with torch.random.fork_rng(devices=[]):  # the weights that the constructor draws are replaced
-        model = make_model(cfg, data).to(device)
-    precision = make(cfg, "precision", device=device)
+        model = make_model(options.model, data, options.objective).to(device)
+    precision = options.precision.build(device=device)
     precision.wrap_fp32_modules(model)
     # Stores weights in bf16 where the run did; the optimizer is only there for what the precision registers with it.
     precision.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
     model.load_state_dict(weights)
-    return Subject(model, precision, objective_from_config(cfg), Sanitizer(vocabulary(model, data)))
+    return Subject(model, precision, options.objective, Sanitizer(vocabulary(model, data)))
 
 
 @torch.no_grad()

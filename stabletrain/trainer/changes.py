@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
 from torch import Tensor
 
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.refit import fresh_optimizer, missing, refit
 from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
 from stabletrain.config import trust
-from stabletrain.config.make import plain
+from stabletrain.config.make import Choice
 from stabletrain.config.resuming import (
     NEW_STATE,
     Settings,
@@ -33,8 +32,8 @@ from stabletrain.config.resuming import (
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks, run_on_main
 from stabletrain.records import TrainState
-from stabletrain.tracking.run_folder import RunFolder, check_same_data
-from stabletrain.trainer import roles
+from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, check_same_data
+from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.before_after import (
     Subject,
     as_trained,
@@ -43,15 +42,15 @@ from stabletrain.trainer.before_after import (
     loss_on,
     near_identity,
 )
-from stabletrain.trainer.tools import objective_from_config
+from stabletrain.trainer.options import ForwardOptions, Options, read
 
 MOVES_LOSS = ("precision", "zloss", "softcap", "label_smoothing")
 """Groups and keys, besides those with new state, whose change may move the loss of the same weights."""
 
 
-def option_fingerprint(cfg: DictConfig, choices: Mapping[str, str]) -> dict[str, Any]:
+def option_fingerprint(choice: Choice[Any]) -> dict[str, Any]:
     """Returns the data option and its keys: the fingerprint of a user's data set that has no `fingerprint()`."""
-    return {"name": choices["data"], "keys": plain(cfg.data)}
+    return {"name": choice.option, "keys": choice.node}
 
 
 def check_data_of_checkpoint(resume: str, fingerprint: Mapping[str, Any]) -> None:
@@ -136,7 +135,7 @@ class Resumption(NoResumption):
     """Fits checkpoints to the settings of this process.
 
     Args:
-        cfg, choices: those settings.
+        options: those settings.
         folder: the run folder.
         state: the live state, before its first step.
         data: the data set.
@@ -147,8 +146,7 @@ class Resumption(NoResumption):
 
     def __init__(
         self,
-        cfg: DictConfig,
-        choices: Mapping[str, str],
+        options: Options,
         folder: Path,
         state: TrainState,
         data: Any,
@@ -156,13 +154,14 @@ class Resumption(NoResumption):
         sanitizer: Any,
         ranks: Ranks,
     ) -> None:
-        self._cfg, self._folder, self._state, self._data, self._ranks = cfg, folder, state, data, ranks
+        self._objective, self._batch_size = options.objective, options.batch_size
+        self._folder, self._state, self._data, self._ranks = folder, state, data, ranks
         self._precision, self._sanitizer = precision, sanitizer
-        self._settings = settings(cfg, choices)
+        self._settings = settings(options.config, options.choices)
         # A rollback of a resumed run may have to fit an older state again, when the optimizer is no longer fresh.
-        self._fresh = fresh_optimizer(state) if cfg.resume != "none" else None
+        self._fresh = fresh_optimizer(state) if options.resume != "none" else None
         self._resumed: Checkpoint | None = None
-        self._run_folder: roles.RunFolder | None = None
+        self._run_folder: NoRunFolder | None = None
         self._pending: tuple[Checkpoint, Tree, Changed] | None = None
 
     def info(self) -> dict[str, Any]:
@@ -237,7 +236,7 @@ class Resumption(NoResumption):
         self._pending = checkpoint, tree, changed
         return fitted
 
-    def announce(self, run_folder: roles.RunFolder, tracker: roles.Tracker) -> Changed | None:
+    def announce(self, run_folder: NoRunFolder, tracker: NoTracker) -> Changed | None:
         """Records and shows what the resume has changed; call it once the state is restored.
 
         Returns:
@@ -279,11 +278,11 @@ class Resumption(NoResumption):
     def _earlier(self, before: Settings, tree: Tree) -> Subject:
         device = next(self._state.model.parameters()).device
         weights = map_tensors(lambda tensor: tensor.detach(), tree["model"])
-        return as_trained(DictConfig(before.values), self._data, weights, device)
+        return as_trained(read(ForwardOptions, before.values, before.choices), self._data, weights, device)
 
     def _batch(self, step: int) -> Any:
         device = next(self._state.model.parameters()).device
-        return fixed_batch(self._data, self._cfg.batch_size, step, device)
+        return fixed_batch(self._data, self._batch_size, step, device)
 
     def _new_weights(self, names: list[str], before: Settings, tree: Tree) -> dict[str, Tensor]:
         try:
@@ -312,7 +311,7 @@ class Resumption(NoResumption):
                     about = caps(self._settings, largest_logits(earlier, batch))
             finally:
                 self._precision.prepare()
-            now = Subject(self._state.model, self._precision, objective_from_config(self._cfg), self._sanitizer)
+            now = Subject(self._state.model, self._precision, self._objective, self._sanitizer)
             return (old, loss_on(now, batch)), about
         return None, []
 

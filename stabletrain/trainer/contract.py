@@ -16,60 +16,49 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from stabletrain.config.make import make
+from stabletrain.config.make import Choice
 from stabletrain.errors import ConfigError
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.machine.hardware import flops_per_sample, meta_copy
-from stabletrain.models.layers import QKNorm, Softcap
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import Batch, reads_rows
 from stabletrain.stability.objective import CrossEntropy, Objective
-from stabletrain.trainer.option_roles import QKClipOption
-from stabletrain.trainer.tools import objective_from_config
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
-"""Model sizes that are taken from the data if they are null in the configuration."""
-
-PARTS = {"qknorm": QKNorm, "softcap": Softcap, "qkclip": QKClipOption}
-"""Groups whose objects the model gets, and what it takes them for."""
+"""Model sizes that are taken from the data if they are null in the model's option."""
 
 DEFAULT_VAL_BATCHES = 20
 """Batches in an evaluation if the data has no method `batches(size, split)`."""
 
 
-def make_model(cfg: DictConfig, data: Any) -> nn.Module:
+def make_model(choice: Choice[Any], data: Any, objective: Objective) -> nn.Module:
     """Builds the model; sizes that are null are taken from the data.
 
     Raises:
         ConfigError: a size is missing or does not fit the data, or the target is not a trainable `nn.Module`.
     """
-    given = sizes_from_data(cfg, data)
-    for group, role in PARTS.items():
-        if group in cfg.model and group in cfg:  # an object of the wrong kind would fail within the model's constructor
-            make(cfg, group, role)
-    model = make(cfg, "model", **given)
+    model = choice.build(**sizes_from_data(choice, data))
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
+        raise ConfigError(f"model: {choice.target} gives a {type(model).__name__}, not an nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
-    accept_output_(model, data, objective_from_config(cfg))
+        raise ConfigError(f"model: {choice.target} has no parameters to train")
+    accept_output_(model, data, objective)
     return model
 
 
-def sizes_from_data(cfg: DictConfig, data: Any) -> dict[str, Any]:
-    """Returns the model's sizes that are null in the configuration, from the data.
+def sizes_from_data(choice: Choice[Any], data: Any) -> dict[str, Any]:
+    """Returns the model's sizes that are null in its option, from the data.
 
     Raises:
         ConfigError: a size is missing or does not fit the data.
     """
     given = {}
     for key in FROM_DATA:
-        if key not in cfg.model:
+        if key not in choice.node:
             continue
-        wanted, needed = cfg.model[key], getattr(data, key, None)
+        wanted, needed = choice.node[key], getattr(data, key, None)
         if wanted is None and needed is None:
             raise ConfigError(f"model.{key} is null, and the data has no {key}: set model.{key}")
         if wanted is None:
@@ -161,12 +150,17 @@ def context_length(model: nn.Module, data: Any) -> int | None:
     return None
 
 
-def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
-    """Returns the unit of throughput and the unit of the loss, such as `("tok", "byte")`."""
-    if cfg.data.get("modality") == "images":
+def units(modality: str | None, data: Any) -> tuple[str, str]:
+    """Returns the unit of throughput and the unit of the loss, such as `("tok", "byte")`.
+
+    Args:
+        modality: what the data's YAML says that it gives; None if it says nothing.
+        data: the data set.
+    """
+    if modality == "images":
         return "img", "image"
     # without a modality, inspect one sample: a single target is a class, several targets are text
-    if cfg.data.get("modality") is None:
+    if modality is None:
         targets = checked(data.batch(0, 1, "val")).targets
         if targets.ndim == 1 or targets.is_floating_point():
             return "sample", "sample"

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from omegaconf import DictConfig
 from torch import nn
 
 from stabletrain.checkpoint import reader
 from stabletrain.checkpoint.folder import Folder, inside
-from stabletrain.config.make import plain
+from stabletrain.config.make import Choice
 from stabletrain.config.moved import updated
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.parallel.ranks import Ranks, run_on_main
 from stabletrain.tracking.run_folder import RunFolder
 from stabletrain.trainer.contract import FROM_DATA
+from stabletrain.trainer.options import Options
 from stabletrain.trainer.saved import config_of, open_sizes, sizes_in
 from stabletrain.weights.load import Fit, fit, load_
 from stabletrain.weights.sources import Source, find
@@ -73,12 +73,17 @@ class InitFrom:
     """Loads the weights that `init_from` names.
 
     Attributes:
-        cfg, choices: the configuration of this run, and the chosen option of each group.
+        where: what `init_from` names.
+        strict: whether all weights must fit.
+        model: this run's model.
+        choices: the chosen option of each config group.
         data: the data set, which may determine sizes of the model.
         ranks: one rank chooses the checkpoint, and all of them read it.
     """
 
-    cfg: DictConfig
+    where: str
+    strict: bool
+    model: Choice[Any]
     choices: Mapping[str, str]
     data: Any
     ranks: Ranks
@@ -89,17 +94,17 @@ class InitFrom:
         Raises:
             ConfigError: there are no weights, they cannot be read, or they do not fit and `init_strict` is true.
         """
-        given = self.cfg.init_from
+        given = self.where
         source = run_on_main(self.ranks, lambda: find(given, as_gpt2=isinstance(model, GPT)))
         tensors = source.read()
         found = fit(model, tensors)
         theirs, option = source_model(source, tensors)
-        sizes = {key: getattr(self.data, key, None) for key in open_sizes(self.cfg)}
-        ours = updated(plain(self.cfg)["model"]) | sizes
+        sizes = {key: getattr(self.data, key, None) for key in open_sizes(self.model)}
+        ours = updated(dict(self.model.node)) | sizes
         other = differing(theirs, ours)
         meant = {key: pair for key, pair in other.items() if key in MEANING}
         about = describe(source)
-        if self.cfg.init_strict and (meant or not found.whole):
+        if self.strict and (meant or not found.whole):
             words = to_type(theirs, ours, other, option, self.choices)
             same = f"type {words} to build the source's model, or " if words else "type "
             raise ConfigError(
@@ -117,19 +122,15 @@ class InitFrom:
         return Loaded(source.record(), notes(about, found, other, theirs, self.data))
 
 
-def starting_weights(
-    cfg: DictConfig, choices: Mapping[str, str], data: Any, ranks: Ranks, folder: Path
-) -> StartingWeights:
+def starting_weights(options: Options, data: Any, ranks: Ranks, folder: Path) -> StartingWeights:
     """Returns what puts the first weights into the model.
 
     Args:
         folder: the run folder; if `resume` finds a checkpoint in it, that has the weights.
     """
-    if cfg.init_from == "none":
+    if options.init_from == "none" or run_on_main(ranks, lambda: has_checkpoint(options.resume, folder)):
         return OwnInit()
-    if not run_on_main(ranks, lambda: has_checkpoint(cfg.resume, folder)):
-        return InitFrom(cfg, choices, data, ranks)
-    return OwnInit()
+    return InitFrom(options.init_from, options.init_strict, options.model, options.choices, data, ranks)
 
 
 def has_checkpoint(resume: str, folder: Path) -> bool:
@@ -148,11 +149,11 @@ def source_model(source: Source, tensors: Mapping[str, Any]) -> tuple[dict[str, 
     if not source.ours:
         return updated(dict(source.model)), {}
     with suppress(ConfigError):
-        cfg = config_of(reader.peek(source.path))
+        model = Choice.of(config_of(reader.peek(source.path)), "model")
         shapes = {name: tensor.shape for name, tensor in tensors.items() if hasattr(tensor, "shape")}
-        sizes = sizes_in(cfg, shapes)
+        sizes = sizes_in(model, shapes)
         options = RunFolder(source.path.parent.parent).read().get("choices", {})
-        return updated(plain(cfg)["model"]) | sizes, options
+        return updated(dict(model.node)) | sizes, options
     return {}, {}
 
 

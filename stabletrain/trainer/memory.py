@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from stabletrain.config.make import make, target_of
+from stabletrain.config.make import Choice
 from stabletrain.errors import ConfigError
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.machine.hardware import device_memory
@@ -28,6 +27,7 @@ from stabletrain.models.gpt import GPT
 from stabletrain.models.nf_resnet import NFResNet
 from stabletrain.models.resnet import CifarResNet
 from stabletrain.records import reads_rows
+from stabletrain.trainer.options import Options
 
 DEPTH = {GPT: ("n_layer", 1, 1), CifarResNet: ("depth", 6, 8), NFResNet: ("depth", 6, 8)}
 """The key of the number of layers, by class; by how much it grows, and the least. The weights grow evenly with it."""
@@ -60,11 +60,11 @@ SLOW = 1000, 4e9
 """Number of layers, and bytes of weights, from which a model takes so long to build that the user is told first."""
 
 
-def check_memory(cfg: DictConfig, process: Any, data: Any, sizes: Mapping[str, Any]) -> str:
+def check_memory(options: Options, process: Any, data: Any, sizes: Mapping[str, Any]) -> str:
     """Checks that weights, gradients, moments and one batch fit into the memory of the device and of the host.
 
     Args:
-        cfg: the whole configuration.
+        options: of the run.
         process: of `stages.py`.
         data: the data set.
         sizes: the model's sizes that are taken from the data.
@@ -75,46 +75,39 @@ def check_memory(cfg: DictConfig, process: Any, data: Any, sizes: Mapping[str, A
     Raises:
         ConfigError: names what is too large, what it needs at least, and what there is.
     """
-    weights = weights_of(cfg, sizes)
+    weights = weights_of(options.model, sizes)
     if weights is None:
         return ""
     ranks, device = process.ranks, process.device
-    shards = ranks.world_size if process.choices.get("parallel") == "fsdp" else 1
-    half = 0.5 if process.choices.get("precision") == "bf16_params" else 1
-    batch = batch_bytes(cfg, process, data)
-    training = half * (weights.all + (1 + moments(cfg)) * weights.trained) / shards
+    key = depth_key(options.model)
+    depth = options.model.node[key] if key else 0
+    called = f"model={options.choices['model']}"
+    deep = f"{called} with model.{key}={depth}" if key else called
+    shards = ranks.world_size if options.choices.get("parallel") == "fsdp" else 1
+    half = 0.5 if options.choices.get("precision") == "bf16_params" else 1
+    batch = batch_bytes(options.batch_size, process, data)
+    training = half * (weights.all + (1 + moments(options.optimizer)) * weights.trained) / shards
+
+    def refuse_above(limit: float, model: float, batch: float, has: str) -> None:
+        if model + batch <= limit:
+            return
+        what, fix = deep, f"choose a smaller model{', or fewer layers' if key else ''}"
+        if batch > model:
+            what, fix = f"batch_size={options.batch_size}", "lower batch_size"
+        raise ConfigError(
+            f"{what} cannot be trained: weights, gradients and moments need {gigabytes(model)} or more and one batch "
+            f"{gigabytes(batch)}, but {has} {gigabytes(limit)} of memory: {fix}"
+        )
+
+    on_host = training
     if device.type == "cuda":
-        refuse_above(device_memory(device), training, batch, f"{device} has", cfg, process.choices)
-        training = 0  # the host only builds the weights, and loads the batch
-    each = max(weights.all, training)  # each rank builds the whole model
-    here = ranks.local_world_size
-    refuse_above(host_memory(), here * each, here * batch, "this process may use", cfg, process.choices)
-    name = depth_key(cfg)
-    depth = cfg.model[name] if name else 0
+        refuse_above(device_memory(device), training, batch, f"{device} has")
+        on_host = 0  # the host only builds the weights, and loads the batch
+    here = ranks.local_world_size  # each of these ranks builds the whole model
+    refuse_above(host_memory(), here * max(weights.all, on_host), here * batch, "this process may use")
     if depth < SLOW[0] and weights.all < SLOW[1]:
         return ""
-    deep = f" with model.{name}={depth}" if name else ""
-    return (
-        f"building model={process.choices['model']}{deep}: weights {gigabytes(weights.all)}, in training "
-        f"{gigabytes(half * (weights.all + (1 + moments(cfg)) * weights.trained) / shards)} or more"
-    )
-
-
-def refuse_above(
-    limit: float, model: float, batch: float, has: str, cfg: DictConfig, choices: Mapping[str, str]
-) -> None:
-    """Raises ConfigError if model and batch together need more than `limit` bytes."""
-    if model + batch <= limit:
-        return
-    what, fix = f"model={choices['model']}", "choose a smaller model"
-    if name := depth_key(cfg):
-        what, fix = f"{what} with model.{name}={cfg.model[name]}", "choose a smaller model, or fewer layers"
-    if batch > model:
-        what, fix = f"batch_size={cfg.batch_size}", "lower batch_size"
-    raise ConfigError(
-        f"{what} cannot be trained: weights, gradients and moments need {gigabytes(model)} or more and one batch "
-        f"{gigabytes(batch)}, but {has} {gigabytes(limit)} of memory: {fix}"
-    )
+    return f"building {deep}: weights {gigabytes(weights.all)}, in training {gigabytes(training)} or more"
 
 
 def gigabytes(size: float) -> str:
@@ -124,15 +117,15 @@ def gigabytes(size: float) -> str:
     return f"{float(f'{size / 1e9:.3g}'):,g} GB" if size < 2.0**63 else "more than 9 billion GB"
 
 
-def moments(cfg: DictConfig) -> int:
+def moments(optimizer: Choice[Any]) -> int:
     """Returns how many numbers the optimizer keeps for each weight, at least."""
-    module, _, name = str(cfg.optimizer.get("_target_")).rpartition(".")
+    module, _, name = optimizer.target.rpartition(".")
     if not module.startswith("stabletrain."):
         return 0
-    return int(bool(cfg.optimizer.get("momentum"))) if name == "SGD" else MOMENTS.get(name, 0)
+    return int(bool(optimizer.node.get("momentum"))) if name == "SGD" else MOMENTS.get(name, 0)
 
 
-def batch_bytes(cfg: DictConfig, process: Any, data: Any) -> float:
+def batch_bytes(batch_size: int, process: Any, data: Any) -> float:
     """Returns the bytes of this rank's batch; 0 if the data does not return as many samples as it is asked for."""
     try:
         sample = data.batch(0, 2, "val")
@@ -142,28 +135,28 @@ def batch_bytes(cfg: DictConfig, process: Any, data: Any) -> float:
         storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}  # views share memory
     except Exception:  # an error in the data is reported when training reads it
         return 0
-    rows = process.parallel.rows(cfg.batch_size) if reads_rows(data) else slice(0, cfg.batch_size)
+    rows = process.parallel.rows(batch_size) if reads_rows(data) else slice(0, batch_size)
     return sum(storages.values()) / 2 * (rows.stop - rows.start)
 
 
-def depth_key(cfg: DictConfig) -> str:
+def depth_key(model: Choice[Any]) -> str:
     """Returns the key of the model's number of layers; empty for a model that is not of this package."""
-    return DEPTH.get(target_of(cfg, "model"), ("",))[0]
+    return DEPTH.get(model.code, ("",))[0]
 
 
-def weights_of(cfg: DictConfig, sizes: Mapping[str, Any]) -> Weights | None:
+def weights_of(model: Choice[Any], sizes: Mapping[str, Any]) -> Weights | None:
     """Returns the sizes of the model's parameters; None if it cannot be built on the meta device."""
-    if not (name := depth_key(cfg)):
-        return on_meta(cfg, sizes)
-    _, grows, least = DEPTH[target_of(cfg, "model")]
-    depth = cfg.model[name]
+    if not (name := depth_key(model)):
+        return on_meta(model, sizes)
+    _, grows, least = DEPTH[model.code]
+    depth = model.node[name]
     if depth < least or depth % grows != least % grows or depth <= DEEP * grows:
-        return on_meta(cfg, sizes)
-    small, larger = (on_meta(cfg, {**sizes, name: least + more}) for more in (0, grows))
+        return on_meta(model, sizes)
+    small, larger = (on_meta(model, {**sizes, name: least + more}) for more in (0, grows))
     return small if small is None or larger is None else small.extrapolated(larger, (depth - least) // grows)
 
 
-def on_meta(cfg: DictConfig, sizes: Mapping[str, Any]) -> Weights | None:
+def on_meta(choice: Choice[Any], sizes: Mapping[str, Any]) -> Weights | None:
     """Builds the model on the meta device and returns the sizes of its parameters; None if that fails."""
     try:
         with contextlib.ExitStack() as stack:
@@ -172,10 +165,10 @@ def on_meta(cfg: DictConfig, sizes: Mapping[str, Any]) -> Weights | None:
             warnings.simplefilter("ignore")
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # a constructor may print
             stack.enter_context(torch.device("meta"))
-            model = make(cfg, "model", **sizes)
+            model = choice.build(**sizes)
         parameters = list(model.parameters())
     except Exception as error:  # whatever is wrong with the model, building it says
-        own = str(target_of(cfg, "model").__module__).startswith("stabletrain.")
+        own = choice.target.startswith("stabletrain.")
         too_large = "Storage size calculation overflowed" in str(error)
         return Weights(math.inf, math.inf) if own and too_large else None
     return Weights(

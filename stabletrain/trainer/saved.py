@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.config import trust
-from stabletrain.config.make import make, plain
+from stabletrain.config.make import Choice
 from stabletrain.config.recorded import read_config
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
@@ -29,43 +28,50 @@ def load_model(path: Path, *, best: bool = False, device: str = "cpu") -> nn.Mod
     if to_safetensors.is_folder(path):
         return exported_model(path).to(target).eval()
     checkpoint = find(path.absolute(), best=best)
-    return build_model(checkpoint, config_of(checkpoint))[0].to(target).eval()
+    config = config_of(checkpoint)
+    return build_model(checkpoint, Choice.of(config, "model"), Choice.of(config, "data"))[0].to(target).eval()
 
 
-def build_model(checkpoint: Checkpoint, cfg: DictConfig) -> tuple[nn.Module, dict[str, int]]:
-    """Returns the model of a checkpoint on the CPU, and the sizes that are null in its configuration.
+def build_model(checkpoint: Checkpoint, choice: Choice[Any], data: Choice[Any]) -> tuple[nn.Module, dict[str, int]]:
+    """Returns the model of a checkpoint on the CPU, and the sizes that are null in its option.
+
+    Args:
+        checkpoint: of the run.
+        choice: the run's model.
+        data: the run's data, which are only read if a size is found nowhere else.
 
     Raises:
         ConfigError: the weights do not fit the model's code any more.
     """
     state = checkpoint.load_model()
-    sizes = sizes_of(cfg, {name: tensor.shape for name, tensor in state.items() if isinstance(tensor, Tensor)})
-    return filled(cfg, sizes, state, checkpoint.path), sizes
+    shapes = {name: tensor.shape for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    sizes = sizes_of(choice, shapes, data)
+    return filled(choice, sizes, state, checkpoint.path), sizes
 
 
 def exported_model(folder: Path) -> nn.Module:
     """Returns the model of a folder that `stabletrain export --to safetensors` has written, on the CPU."""
     group, state = to_safetensors.read(folder)
     trust.check_config(group, folder / to_safetensors.CONFIG)
-    return filled(DictConfig({"model": group}), {}, state, folder)
+    return filled(Choice("model", group), {}, state, folder)
 
 
-def filled(cfg: DictConfig, sizes: Mapping[str, int], state: Mapping[str, Any], where: Path) -> nn.Module:
-    """Builds the model of a configuration and loads `state`; `where` is what an error calls the source of the state."""
+def filled(choice: Choice[Any], sizes: Mapping[str, int], state: Mapping[str, Any], where: Path) -> nn.Module:
+    """Builds a model and loads `state`; `where` is what an error calls the source of the state."""
     with torch.random.fork_rng(devices=[]):  # the weights that the constructor draws are replaced
-        model = make(cfg, "model", **sizes)
+        model = choice.build(**sizes)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ConfigError(
-            f"{where}: its weights do not fit {cfg.model._target_}, which has changed since the run: use the "
+            f"{where}: its weights do not fit {choice.target}, which has changed since the run: use the "
             f"code of that time ({' '.join(str(error).split())})"
         ) from error
     return model
 
 
-def config_of(checkpoint: Checkpoint) -> DictConfig:
-    """Returns the configuration of a checkpoint's run.
+def config_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Returns the configuration of a checkpoint's run, whose groups are resolved when they are read.
 
     Raises:
         ConfigError: the run folder around the checkpoint holds none, or it is damaged.
@@ -79,49 +85,46 @@ def config_of(checkpoint: Checkpoint) -> DictConfig:
         ) from error
 
 
-def sizes_of(cfg: DictConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Returns the model sizes that are null in a configuration.
+def sizes_of(choice: Choice[Any], shapes: Mapping[str, Sequence[int]], data: Choice[Any]) -> dict[str, int]:
+    """Returns the model sizes that are null in the model's option.
 
-    They are read off the shapes of the weights, or from the data's options. Only a size that is in neither needs the
+    They are read off the shapes of the weights, or from the data's option. Only a size that is in neither needs the
     data itself.
 
     Raises:
         ConfigError: the data cannot be read, or does not have the size either.
     """
-    found = sizes_in(cfg, shapes)
-    wanted = [key for key in open_sizes(cfg) if key not in found]
-    found |= {key: cfg.data[key] for key in wanted if cfg.data.get(key) is not None}
+    found = sizes_in(choice, shapes)
+    wanted = [key for key in open_sizes(choice) if key not in found]
+    found |= {key: data.node[key] for key in wanted if data.node.get(key) is not None}
     if missing := [key for key in wanted if key not in found]:
-        data = make(cfg, "data")
+        source = data.build()
         for key in missing:
-            if (size := getattr(data, key, None)) is None:
+            if (size := getattr(source, key, None)) is None:
                 raise ConfigError(f"model.{key} is null, and neither the weights nor the data have it")
             found[key] = size
     return found
 
 
-def open_sizes(cfg: DictConfig) -> list[str]:
-    """Returns the keys of the model's sizes that are null in a configuration."""
-    return [key for key in FROM_DATA if key in cfg.model and cfg.model[key] is None]
+def open_sizes(choice: Choice[Any]) -> list[str]:
+    """Returns the keys of the model's sizes that are null in its option."""
+    return [key for key in FROM_DATA if key in choice.node and choice.node[key] is None]
 
 
-def sizes_in(cfg: DictConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def sizes_in(choice: Choice[Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Returns those of the model's null sizes that the shapes of its parameters and buffers contain.
 
     Args:
-        cfg: a run's configuration.
+        choice: a run's model.
         shapes: of the run's parameters and buffers, by name.
     """
-    wanted = open_sizes(cfg)
+    wanted = open_sizes(choice)
     if not wanted:
         return {}
     # Build the model with a marker for each unknown size, without memory, and read the real sizes off the saved shapes.
     marks = {key: ODD + 2 * number for number, key in enumerate(wanted)}
-    probe = DictConfig(plain(cfg))
-    for key, mark in marks.items():
-        probe.model[key] = mark
     with torch.device("meta"):
-        model: Any = make(probe, "model")
+        model = choice.build(**marks)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     found = {}
     for key, mark in marks.items():

@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import note_masks
 from stabletrain.config.arguments import job_overrides, key_of
-from stabletrain.config.make import make, plain, target_of
+from stabletrain.config.make import Choice
 from stabletrain.config.resuming import kept_precision
+from stabletrain.data.dataset import Dataset
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
+from stabletrain.faults.planned import NoFaults
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, peak_flops, reset_peak
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group, run_on_main
 from stabletrain.printable import say
-from stabletrain.protocols import Objective, Tools
+from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.guard.state_check import default_every
+from stabletrain.stability.objective import Objective
 from stabletrain.stability.optimizers.sgd import zero_momentum_
-from stabletrain.trainer import option_roles
-from stabletrain.trainer.banner import busy_note, opening, split_note, text_note, update_note
+from stabletrain.trainer.banner import busy_note, split_note, text_note
 from stabletrain.trainer.contract import (
     checked,
     cost,
@@ -41,8 +41,9 @@ from stabletrain.trainer.contract import (
 )
 from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
 from stabletrain.trainer.memory import check_memory
+from stabletrain.trainer.options import Options
 from stabletrain.trainer.same_data import on_all_ranks
-from stabletrain.trainer.tools import tools_from_config
+from stabletrain.trainer.tools import tools_from_options
 
 RANK_SEEDS = 1 << 40
 """Added to a rank before `mix`. Larger than any step number, so a rank and a step are never mixed into one seed."""
@@ -55,14 +56,11 @@ class Process:
     """This process: its rank, its device, and how it computes.
 
     Attributes:
-        choices: the chosen option of each config group.
         switches: the determinism settings in force, recorded in `run.json`.
     """
 
     ranks: Ranks
-    choices: Mapping[str, str]
     parallel: Any
-    determinism: Any
     precision: Any
     switches: Mapping[str, Any]
     device: torch.device
@@ -108,26 +106,24 @@ class Trained:
 # ---- process
 
 
-def start_process(cfg: DictConfig, folder: Path) -> Process:
+def start_process(options: Options, folder: Path) -> Process:
     """Joins the other ranks, and prepares determinism, device and precision. `folder` is the run folder."""
-    ranks = current_ranks()
+    ranks, parallel = current_ranks(), options.parallel
     if ranks.launched:
         join_process_group(ranks)
-    parallel = make(cfg, "parallel", option_roles.ParallelOption)
-    choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
-    parallel.check(choices)
+    parallel.check(options.choices)
     parallel.set_timeout(started=False)
-    determinism = make(cfg, "determinism", option_roles.DeterminismOption)
-    switches = determinism.prepare()  # before `choose_device`, which starts CUDA
-    device = hardware.choose_device(cfg.device, ranks.local_rank, ranks.local_world_size)
+    # Before `choose_device`, which starts CUDA: cuBLAS reads its workspace only then.
+    switches = options.determinism.prepare()
+    device = hardware.choose_device(options.device, ranks.local_rank, ranks.local_world_size)
     # `precision=auto` of a resumed run stays what it was, on whichever card the run continues.
-    kept, target = "", cfg.precision.get("_target_")
-    if cfg.resume != "none":
-        kept = run_on_main(ranks, lambda: kept_precision(cfg.resume, target, choices, folder))
-    given = {"kept": kept} if kept else {}
-    precision = make(cfg, "precision", option_roles.PrecisionOption, device=device, **given)
+    kept = ""
+    if options.resume != "none":
+        target = options.precision.target
+        kept = run_on_main(ranks, lambda: kept_precision(options.resume, target, options.choices, folder))
+    precision = options.precision.build(device=device, **({"kept": kept} if kept else {}))
     precision.prepare()
-    return Process(ranks, choices, parallel, determinism, precision, switches, device)
+    return Process(ranks, parallel, precision, switches, device)
 
 
 def rank_seed(seed: int, ranks: Ranks) -> int:
@@ -139,7 +135,7 @@ def rank_seed(seed: int, ranks: Ranks) -> int:
 # ---- data and model
 
 
-def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
+def load_data(choice: Choice[Dataset], faults: NoFaults, process: Process, batch_size: int) -> Source:
     """Builds the data set, with the faults that the `faults` group injects.
 
     Raises:
@@ -147,36 +143,33 @@ def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
     """
 
     def load() -> Any:
-        data = make(cfg, "data", option_roles.DataOption)
+        data: Any = choice.build()
         if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
             data.to(process.device)
         return data
 
-    data, fingerprint = on_all_ranks(process.ranks, load, cfg.batch_size)
+    data, fingerprint = on_all_ranks(process.ranks, load, batch_size)
     data = faults.data(data)
-    return Source(data, *units(cfg, data), fingerprint)
+    return Source(data, *units(choice.node.get("modality"), data), fingerprint)
 
 
 def build_model(
-    cfg: DictConfig,
-    process: Process,
-    source: Source,
-    faults: Any,
-    weights: StartingWeights = OWN_INIT,
-    count_flops: bool = False,
+    options: Options, process: Process, source: Source, weights: StartingWeights = OWN_INIT, count_flops: bool = False
 ) -> Trained:
     """Builds the model and the optimizer on their device, sharded or replicated over the ranks.
 
     Args:
-        count_flops: whether to count the FLOPs of a sample even if the device's peak is unknown.
         weights: puts other weights into the model than its `init`.
+        count_flops: whether to count the FLOPs of a sample even if the device's peak is unknown.
     """
     device, precision, parallel = process.device, process.precision, process.parallel
-    long = check_memory(cfg, process, source.data, sizes_from_data(cfg, source.data))
+    # A model that cannot fit is refused here: later it would fill the memory, and the system might end the process.
+    long = check_memory(options, process, source.data, sizes_from_data(options.model, source.data))
     if long and process.ranks.is_main:
         say(long, flush=True)
-    process.determinism.seed_run(cfg.seed)
-    model = make_model(cfg, source.data)
+    # Whatever drew random numbers before, the initial weights follow from the seed alone.
+    options.determinism.seed_run(options.seed)
+    model = make_model(options.model, source.data, options.objective)
     parameters = sum(p.numel() for p in model.parameters())
     # counting FLOPs reads a sample of the data: only do it if something depends on it
     peak, usage, measured = peak_flops(hardware.name(device), precision.name), Usage(device), None
@@ -185,28 +178,32 @@ def build_model(
     if peak is not None:
         usage = Usage(device, measured and measured[0] / measured[1], peak * process.ranks.world_size)
     reset_peak(device)
-    make(cfg, "init", option_roles.InitOption)(model)  # on the CPU, so every device starts from the same weights
+    options.init(model)  # on the CPU, so every device starts from the same weights
     loaded = weights.load_(model)
     note_masks(model)  # here, because it reads values: after this, nothing waits for the device
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
     parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters
-    overrides = parallel.optimizer_overrides(process.choices["optimizer"])
-    optimizer, note = make_optimizer(cfg, model, overrides)
+    optimizer, note = make_optimizer(options.optimizer, model, parallel.optimizer_overrides(options.optimizer.option))
     state = TrainState(model, optimizer)
     precision.attach(model, state.optimizer)
-    faults.state(state, precision)
+    options.faults.state(state, precision)
     parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
     flops = None if measured is None else measured[0]
     return Trained(state, usage, fp32_modules, parameters, flops, loaded, [output_note(model), note, *loaded.notes])
 
 
-def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
+def make_optimizer(choice: Choice[Callable], model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
     """Builds the optimizer of the model's trainable parameters.
 
     There are two kinds of `optimizer._target_`. A subclass of `torch.optim.Optimizer` gets all trainable parameters
     in one group. Any other class is a factory, as in stabletrain's own options: its object is called with
     the model and returns the optimizer.
+
+    Args:
+        choice: the option of the group `optimizer`.
+        model: on its device, sharded already.
+        overrides: arguments that `parallel` needs to be different.
 
     Returns:
         the optimizer, and a line with its arguments if the user typed `optimizer._target_`, else an empty string.
@@ -214,15 +211,15 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, An
     Raises:
         ConfigError: the target gives no optimizer, does not accept its arguments, or needs a closure.
     """
-    target, kind, note = cfg.optimizer.get("_target_"), target_of(cfg, "optimizer"), ""
+    target, kind, note = choice.target, choice.code, ""
     if isinstance(kind, type) and issubclass(kind, Optimizer):
-        given, note = optimizer_arguments(cfg, kind, overrides)
-        build = make(DictConfig({"optimizer": given}), "optimizer", _partial_=True)
+        given, note = optimizer_arguments(choice, kind, overrides)
+        factory: Any = replace(choice, node=given, role=None).build(_partial_=True)
         parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     else:
-        build, parameters = make(cfg, "optimizer", option_roles.OptimizerOption, **overrides), model
+        factory, parameters = choice.build(**overrides), model
     try:
-        optimizer = build(parameters)
+        optimizer = factory(parameters)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer: {target} cannot be built: {error}") from error
     if not isinstance(optimizer, Optimizer):
@@ -235,7 +232,9 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, An
     return optimizer, note
 
 
-def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def optimizer_arguments(
+    choice: Choice[Callable], kind: type, overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
     """Returns the arguments of an optimizer class, and a line that shows them if the user typed `optimizer._target_`.
 
     If the user typed `optimizer._target_`, the other keys still come from the chosen option, such as `adamw`. The class
@@ -244,7 +243,7 @@ def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any
     Raises:
         ConfigError: the user typed a key that the class does not accept.
     """
-    given, known = plain(cfg.optimizer), signature(kind).parameters
+    given, known = dict(choice.node), signature(kind).parameters
     taken = {key: value for key, value in overrides.items() if key in known}
     typed = [key_of(override) for override in job_overrides()]
     if "optimizer._target_" not in typed:
@@ -252,29 +251,47 @@ def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any
     unknown = [key for key in given if not key.startswith("_") and key not in known]
     for key in unknown:
         if f"optimizer.{key}" in typed:
-            raise ConfigError(f"optimizer.{key}={given[key]}: {cfg.optimizer._target_} has no such argument")
+            raise ConfigError(f"optimizer.{key}={given[key]}: {choice.target} has no such argument")
     kept = {key: value for key, value in given.items() if key not in unknown} | taken
     shown = ", ".join(f"{key}={value}" for key, value in kept.items() if not key.startswith("_"))
     rest = f"; unused: {', '.join(f'optimizer.{key}' for key in unknown)}" if unknown else ""
-    return kept, f"optimizer {cfg.optimizer._target_}({shown}) over all parameters{rest}"
+    return kept, f"optimizer {choice.target}({shown}) over all parameters{rest}"
 
 
-def batch_loader(
-    cfg: DictConfig, process: Process, source: Source, state: TrainState, objective: Objective
-) -> Callable[[int], Batch]:
-    """Returns a function that loads this rank's part of the training batch of a step."""
-    world_size, size = process.ranks.world_size, cfg.batch_size
-    mine = process.parallel.rows(size)
+@dataclass(frozen=True)
+class BatchLoader:
+    """Loads this rank's part of the training batch of a step.
 
-    def load(step: int) -> Batch:
-        batch = read(step)
+    Attributes:
+        data: the data set.
+        state: knows which data a rollback has skipped.
+        batch_size: samples of the whole batch.
+        grad_accum_steps: micro-batches per rank and step.
+    """
+
+    process: Process
+    data: Any
+    state: TrainState
+    objective: Objective
+    batch_size: int
+    grad_accum_steps: int
+
+    def __call__(self, step: int) -> Batch:
+        """Returns this rank's part.
+
+        Raises:
+            ConfigError: the data set returned something else than it was asked for.
+        """
+        batch = self._read(step)
         # What has to be moved to a card stays as small as the data gave it: the card transforms it.
-        return batch.transformed() if batch.inputs.device == process.device else batch
+        return batch.transformed() if batch.inputs.device == self.process.device else batch
 
-    def read(step: int) -> Batch:
-        at = position(step, state.skipped)  # leaves out the data that a rollback has skipped
-        if reads_rows(source.data):
-            batch = checked(source.data.rows(at, size, "train", mine))
+    def _read(self, step: int) -> Batch:
+        size, world_size = self.batch_size, self.process.ranks.world_size
+        at = position(step, self.state.skipped)  # leaves out the data that a rollback has skipped
+        if reads_rows(self.data):
+            mine = self.process.parallel.rows(size)
+            batch = checked(self.data.rows(at, size, "train", mine))
             if len(batch) not in (0, mine.stop - mine.start):
                 raise ConfigError(
                     f"data: rows({at}, {size}, 'train', {mine}) has {len(batch)} samples: return one for each row"
@@ -284,23 +301,21 @@ def batch_loader(
                     "data: rows() gives no `counted`, by which the ranks divide their losses: set it to the number of "
                     f"targets in the whole batch that are not {IGNORE_INDEX}"
                 )
-            objective.check_targets(batch.targets)
+            self.objective.check_targets(batch.targets)
             if len(batch):
                 batch = batch.of_step(len(batch) / size)
                 # In one process the step counts the valid targets itself, as they are then.
                 return batch if world_size > 1 else replace(batch, counted=None)
         else:
-            batch = checked(source.data.batch(at, size, "train"))
-            objective.check_targets(batch.targets)
-        if len(batch) % (cfg.grad_accum_steps * world_size):
+            batch = checked(self.data.batch(at, size, "train"))
+            self.objective.check_targets(batch.targets)
+        if len(batch) % (self.grad_accum_steps * world_size):
             among = f" x {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
                 f"data: batch {step} has {len(batch)} samples, not a multiple of grad_accum_steps="
-                f"{cfg.grad_accum_steps}{among}: return batch_size={size} samples, or use grad_accum_steps=1"
+                f"{self.grad_accum_steps}{among}: return batch_size={size} samples, or use grad_accum_steps=1"
             )
-        return process.parallel.shard_batch(batch, size)
-
-    return load
+        return self.process.parallel.shard_batch(batch, size)
 
 
 # ---- tools
@@ -311,35 +326,33 @@ def chooses_checksums(guard: Any) -> bool:
     return getattr(guard, "checksum_every", 0) is None
 
 
-def choose_checksums(cfg: DictConfig, process: Process, trained: Trained, guard: Any) -> None:
+def choose_checksums(guard: Any, process: Process, trained: Trained, batch_size: int) -> None:
     """Sets how often the guard checks the state if `guard.checksum_every` is null: as often as it costs little."""
     if not chooses_checksums(guard):
         return
     weights = sum(p.numel() * p.element_size() for p in trained.state.model.parameters())
     shards = process.ranks.world_size if process.parallel.name == "fsdp" else 1
-    flops = trained.sample_flops and trained.sample_flops * cfg.batch_size / process.ranks.world_size
+    flops = trained.sample_flops and trained.sample_flops * batch_size / process.ranks.world_size
     guard.check_state_every(default_every(3 * weights / shards, flops, process.device.type))  # weights and two moments
 
 
-def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Module, clipping: Any, guard: Any) -> Tools:
+def make_tools(options: Options, process: Process, source: Source, model: nn.Module) -> Tools:
     """Builds everything that acts in a step.
 
     Raises:
         ConfigError: the objective couples the samples of a batch, which is split among micro-batches or ranks.
     """
-    tools = tools_from_config(
-        cfg,
+    tools = tools_from_options(
+        options,
         model,
         vocab_size=vocabulary(model, source.data),
         precision=process.precision,
-        clipping=clipping,
-        guard=guard,
-        determinism=process.determinism,
-        seed=rank_seed(cfg.seed, process.ranks),
+        guard=options.guard,
+        seed=rank_seed(options.seed, process.ranks),
         parallel=process.parallel,
         head_apart=process.parallel.head_apart,
     )
-    name, parts = process.choices.get("objective", "cross_entropy"), cfg.grad_accum_steps
+    name, parts = options.choices["objective"], options.grad_accum_steps
     if tools.objective.couples_samples and parts * process.ranks.world_size > 1:
         what = f"grad_accum_steps={parts}" if parts > 1 else f"{process.ranks.world_size} ranks"
         raise ConfigError(
@@ -352,21 +365,12 @@ def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Modu
 # ---- the first lines
 
 
-def opening_lines(
-    cfg: DictConfig, process: Process, source: Source, trained: Trained, tools: Tools, folder: Path
-) -> str:
-    """Returns the first lines on the terminal."""
-    machine = f"{hardware.name(process.device)}, {hardware.threads()}"
-    notes = [*trained.notes, *opening_notes(cfg, process, source), update_note(tools.guard, trained.state)]
-    return opening(process.choices, plain(cfg), trained.state.model, source.data, tools, machine, str(folder), notes)
-
-
-def opening_notes(cfg: DictConfig, process: Process, source: Source) -> list[str]:
+def opening_notes(source: Source, process: Process, batch_size: int, eval_batches: int | None) -> list[str]:
     """Returns what else the user should know about this run, one line each; some may be empty."""
     notes = [split_note(source.data)]
     if process.ranks.is_main:  # only it prints, and loads a tokenizer
         notes.append(text_note(source.data))
     if process.device.type == "cpu":
-        batches = val_batches(source.data, cfg.batch_size, cfg.eval_batches)
+        batches = val_batches(source.data, batch_size, eval_batches)
         notes.append(busy_note(*hardware.load_and_cores(), torch.get_num_threads(), batches))
     return notes

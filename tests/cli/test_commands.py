@@ -191,13 +191,13 @@ class Positions(torch.nn.Module):
 
 def test_a_model_without_a_block_size_reads_as_many_tokens_as_the_data_has(trained, capsys, monkeypatch):
     model = Positions(OmegaConf.load(trained / ".hydra" / "config.yaml").data.block_size)
-    monkeypatch.setattr("stabletrain.trainer.contract.make_model", lambda cfg, data: model)
+    monkeypatch.setattr("stabletrain.trainer.contract.make_model", lambda choice, data, objective: model)
     output_of(capsys, "sample", trained, "--prompt", "a", "--tokens", "100")
     assert (min(model.lengths), max(model.lengths), len(model.lengths)) == (1, model.table.num_embeddings, 100)
 
 
 def test_a_model_that_cannot_generate_text_shows_its_own_lines(trained, capsys, monkeypatch):
-    monkeypatch.setattr("stabletrain.trainer.contract.make_model", lambda cfg, data: Positions(2))
+    monkeypatch.setattr("stabletrain.trainer.contract.make_model", lambda choice, data, objective: Positions(2))
     assert main(["sample", str(trained), "--prompt", "abc"]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"stabletrain: {trained}: the model cannot generate text\nTraceback")

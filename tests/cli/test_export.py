@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import stabletrain
 from stabletrain.cli.commands import main
 from stabletrain.cli.export import reads, tokenizer_of
+from stabletrain.config.make import Choice
 from stabletrain.config.recorded import read_config
 from stabletrain.stored.trusted import accepting
 from stabletrain.weights.to_safetensors import Safetensors
@@ -193,10 +194,10 @@ def test_the_tokenizer_is_that_of_the_data(tmp_path):
     assert main(["prepare", str(tmp_path / "text.txt"), str(tmp_path / "shards"), "--tokenizer", "bytes"]) == 0
     for data, tokenizer in (("data=text", "bytes"), ("data=tokens", "bytes"), ("data=digits", None)):
         with composed(data, *([] if data == "data=digits" else [f"data.path={tmp_path / 'shards'}"])) as cfg:
-            assert tokenizer_of(cfg) == tokenizer
-            assert bool(reads(cfg)) == (data == "data=digits")
+            assert tokenizer_of(Choice.of(cfg, "data")) == tokenizer
+            assert bool(reads(Choice.of(cfg, "data"))) == (data == "data=digits")
     with composed("data=tokens", "data.path=nowhere") as cfg:
-        assert tokenizer_of(cfg) is None
+        assert tokenizer_of(Choice.of(cfg, "data")) is None
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.config import moved
-from stabletrain.config.make import innermost, leaves, make, missing_parts, plain, target_of
+from stabletrain.config.make import Choice, innermost, leaves, missing_parts, plain
 from stabletrain.data.dataset import Dataset
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.faults.planned import NoFaults
@@ -48,79 +49,77 @@ class Option:
         self.size, self.names, self.given = size, names, given
 
 
-def option(**keys):
-    """A configuration whose group `mine` builds an `Option`."""
-    return OmegaConf.create({"base": 3, "mine": {"_target_": f"{HERE}.Option", **keys}})
+def option(target=f"{HERE}.Option", role=None, **keys):
+    """The choice of a group `mine`, which builds an `Option`."""
+    cfg = OmegaConf.create({"base": 3, "mine": {"_target_": target, **keys}})
+    return Choice.of(cfg, "mine", role)
 
 
 def test_it_builds_the_target_with_plain_values_and_what_is_given():
-    made = make(option(size="${base}", names=["a", "b"]), "mine", device="cpu")
+    made = option(size="${base}", names=["a", "b"]).build(device="cpu")
     assert isinstance(made, Option)
     assert (made.size, made.names, made.given) == (3, ["a", "b"], {"device": "cpu"})
     assert type(made.names) is list
 
 
 def test_the_modality_is_not_handed_to_the_object():
-    assert make(option(modality="tokens"), "mine").given == {}
+    assert option(modality="tokens").build().given == {}
 
 
-def test_the_configuration_stays_as_it_was():
-    cfg = option(modality="tokens")
-    make(cfg, "mine")
-    assert cfg.mine.modality == "tokens"
+def test_building_leaves_the_choice_as_it_was():
+    chosen = option(modality="tokens", names=["a"])
+    chosen.build().names.append("b")
+    assert chosen.node == {"_target_": f"{HERE}.Option", "modality": "tokens", "names": ["a"]}
 
 
 def test_the_options_own_error_is_raised_without_hydras():
     with pytest.raises(ConfigError, match=r"^mine.size=0 is below 1$") as refusal:
-        make(option(size=0), "mine")
+        option(size=0).build()
     assert refusal.value.__cause__ is None
     assert refusal.value.__suppress_context__, "Hydra's own error is not shown"
     with pytest.raises(TrainingHalted, match="unlucky"):
-        make(option(size=13), "mine")
+        option(size=13).build()
 
 
 def test_any_other_error_names_group_target_and_the_innermost_cause():
     with pytest.raises(ConfigError, match=rf"^mine=mine cannot be built from {HERE}.Option: too large$") as refusal:
-        make(option(size=99), "mine")
+        option(size=99).build()
     assert isinstance(refusal.value.__cause__, InstantiationException)
 
 
 def test_a_key_that_the_option_does_not_have_is_refused():
-    cfg = OmegaConf.create({"mine": {"_target_": "datetime.timedelta", "banana": 1}})
     with pytest.raises(ConfigError, match=r"^mine=mine cannot be built from datetime.timedelta: .*banana"):
-        make(cfg, "mine")
+        option("datetime.timedelta", banana=1).build()
 
 
 def test_a_mistyped_target_is_answered_with_the_nearest_name():
-    cfg = OmegaConf.create({"mine": {"_target_": "datetime.timedetla", "days": 1}})
     with pytest.raises(
         ConfigError, match=r"^mine=mine cannot be built from datetime.timedetla: .*; did you mean timedelta\?$"
     ):
-        make(cfg, "mine")
+        option("datetime.timedetla", days=1).build()
 
 
 def test_a_module_that_python_cannot_import_is_answered_with_pythonpath():
-    cfg = OmegaConf.create({"mine": {"_target_": "no_such_code.Model"}})
     with pytest.raises(ConfigError, match=r"No module named 'no_such_code'; if it is your own code, set PYTHONPATH to"):
-        make(cfg, "mine")
+        option("no_such_code.Model").build()
 
 
 def test_a_group_without_a_target_is_refused():
     with pytest.raises(ConfigError, match="mine=mine: its YAML has no _target_"):
-        make(OmegaConf.create({"mine": {"size": 1}}), "mine")
+        Choice("mine", {"size": 1}).build()
 
 
-def test_within_a_job_the_message_names_the_chosen_option():
+def test_the_message_names_the_chosen_option():
     with (
         composed("clipping=norm", "+clipping.banana=1") as cfg,
         pytest.raises(ConfigError, match=r"^clipping=norm cannot be built from .*banana"),
     ):
-        make(cfg, "clipping")
+        Choice.of(cfg, "clipping", choices=HydraConfig.get().runtime.choices).build()
 
 
 def test_a_target_that_moved_is_built_from_its_new_place(monkeypatch):
     monkeypatch.setitem(moved.MOVED, "ancient.Thing", f"{HERE}.Option")
-    assert type(make(OmegaConf.create({"mine": {"_target_": "ancient.Thing", "size": 2}}), "mine")) is Option
+    assert type(option("ancient.Thing", size=2).build()) is Option
 
 
 def test_the_innermost_error_started_the_chain():
@@ -138,13 +137,14 @@ def test_leaves_have_dotted_keys_and_lists_are_values():
 
 def test_plain_values_have_their_interpolations_resolved():
     assert plain(OmegaConf.create({"a": 1, "b": {"c": "${a}"}})) == {"a": 1, "b": {"c": 1}}
+    assert plain({"a": [1]}) == {"a": [1]}
 
 
 def test_the_target_of_a_group_is_found_at_its_path_of_today_or_not_at_all(monkeypatch):
-    assert target_of(option(), "mine") is Option
+    assert option().code is Option
     monkeypatch.setitem(moved.MOVED, "somewhere.Else", f"{HERE}.Option")
     for path, found in {"somewhere.Else": Option, "builtins.Nothing": None, "tests.nowhere": None}.items():
-        assert target_of(OmegaConf.create({"mine": {"_target_": path}}), "mine") is found
+        assert option(path).code is found
 
 
 class Role(Protocol):
@@ -167,9 +167,8 @@ class Fits:
 
 
 def test_an_object_of_the_wrong_kind_is_told_what_it_lacks():
-    made = {"mine": {"_target_": "builtins.dict"}}
     with pytest.raises(ConfigError, match=r"^mine=mine: builtins.dict gives a dict, which has no size, run\(\), "):
-        make(OmegaConf.create(made), "mine", Role)
+        option("builtins.dict", Role).build()
     assert missing_parts({}, Role) == ["size", "run()", "__call__()"]
     assert missing_parts(SimpleNamespace(size=1, run=2), Role) == ["run()", "__call__()"]
     assert missing_parts(Fits(), Role) == []
@@ -210,15 +209,14 @@ def test_each_option_fits_the_role_of_its_group(group):
     files = [file for file in (CONF / group).glob("*.yaml") if f"{group}/{file.stem}" not in NOT_HERE]
     for file in files:
         keys = {key: value for key, value in OmegaConf.to_container(OmegaConf.load(file)).items() if key != "defaults"}
-        cfg = OmegaConf.create({"seed": 0, group: keys})
-        make(cfg, group, ROLES[group], **given)
+        Choice.of(OmegaConf.create({"seed": 0, group: keys}), group, ROLES[group]).build(**given)
     assert files
 
 
 @pytest.mark.parametrize("group", ROLES)
 def test_an_object_that_has_nothing_of_a_role_is_refused(group):
     with pytest.raises(ConfigError, match=f"^{group}=.*: builtins.dict gives a dict, which has no .*: the g"):
-        make(OmegaConf.create({group: {"_target_": "builtins.dict"}}), group, ROLES[group])
+        Choice(group, {"_target_": "builtins.dict"}, role=ROLES[group]).build()
 
 
 def test_a_users_object_fits_a_role_without_deriving_from_its_class():

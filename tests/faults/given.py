@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from stabletrain.config.checks import check
-from stabletrain.config.make import make
+from stabletrain.config.make import Choice
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
@@ -102,7 +102,7 @@ def option(kind, *overrides):
     """Builds the object of an option as the command line does."""
     with composed(f"faults={kind}", *overrides) as cfg:
         check(cfg)
-        return make(cfg, "faults")
+        return Choice.of(cfg, "faults").build()
 
 
 @contextlib.contextmanager

@@ -53,21 +53,13 @@ MAY_SEE = {
 """Room -> other rooms of the package that it may import. A new room must be added here deliberately."""
 
 ONLY = {
-    "hydra": {"train", "config", "cli", "trainer/build", "trainer/stages"},
+    "hydra": {"train", "config", "cli", "trainer/build"},
     "omegaconf": {
         "api",
         "train",
         "config",
         "cli",
-        "trainer/before_after",
         "trainer/build",
-        "trainer/changes",
-        "trainer/contract",
-        "trainer/init_from",
-        "trainer/memory",
-        "trainer/saved",
-        "trainer/stages",
-        "trainer/tools",
         "whatif/job",
     },
     "wandb": {"tracking/wandb", "tracking/wandb_setup", "tracking/wandb_report"},

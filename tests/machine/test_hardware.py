@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stabletrain.trainer.stages
-from stabletrain.config.make import make
+from stabletrain.config.make import Choice
 from stabletrain.errors import ConfigError, WrongCard
 from stabletrain.machine import hardware
 from stabletrain.machine.hardware import Usage, flops_per_sample, peak_flops
@@ -21,6 +21,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.contract import cost, make_model
 from stabletrain.trainer.loop import train
+from stabletrain.trainer.options import ForwardOptions, read
 from tests.devices import CARD as DEVICE
 from tests.runs import ROOT, TINY_GPT, composed
 
@@ -234,8 +235,8 @@ GPT = ["model.n_layer=3", "model.n_embd=32", "model.n_head=4", "data.block_size=
 @pytest.mark.parametrize("more", [[], ["model.mlp=swiglu"], ["softcap=gemma2", "qknorm=layernorm"]], ids=" ".join)
 def test_a_gpts_flops_a_token_are_palms_formula(more):
     with composed(*GPT, *more) as cfg:
-        data = make(cfg, "data")
-        model = make_model(cfg, data)
+        options, data = read(ForwardOptions, cfg), Choice.of(cfg, "data").build()
+        model = make_model(options.model, data, options.objective)
     matrices = sum(
         p.numel() for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith("embedding")
     )

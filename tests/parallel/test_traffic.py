@@ -23,9 +23,10 @@ from benchmarks import traffic
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import Piece, is_sharded
-from stabletrain.config.make import make
+from stabletrain.config.make import Choice
 from stabletrain.records import TrainState
 from stabletrain.trainer.contract import make_model
+from stabletrain.trainer.options import ForwardOptions, read
 from tests.parallel.launches import forked
 from tests.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
 
@@ -140,8 +141,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def sizes_of(overrides: list[str]) -> traffic.Sizes:
     """The sizes of a configuration's model, without allocating it."""
     with composed(*overrides) as cfg, torch.device("meta"):
-        data = make(cfg, "data")
-        return traffic.of(make_model(cfg, data))
+        options = read(ForwardOptions, cfg)
+        data = Choice.of(cfg, "data").build()
+        return traffic.of(make_model(options.model, data, options.objective))
 
 
 def expected(case: list[str]) -> tuple[list[traffic.Collective], traffic.Memory]:

@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 from torch import nn
 
+from benchmarks.workloads import build_tools
 from stabletrain.buffers import Buffers
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.comparison.pages.at_end import NoPage
+from stabletrain.config.make import plain
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.data.to_device import ToDevice
 from stabletrain.forecast.forecast import NoForecast
@@ -27,13 +31,20 @@ from stabletrain.tracking.run_folder import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History
 from stabletrain.trainer.incidents import ExecutedStep
+from stabletrain.trainer.options import Options, read
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
 from stabletrain.trainer.saved_states import SavedStates
-from stabletrain.trainer.tools import build_tools
 
 CPU = torch.device("cpu")
 FP32 = precisions.fp32(CPU)
+
+
+def options_of(cfg: DictConfig) -> Options:
+    """The options of a composed configuration; must be called inside its job."""
+    return read(
+        Options, plain(cfg), {group: str(option) for group, option in HydraConfig.get().runtime.choices.items()}
+    )
 
 
 def batch(step: int = 0, size: int = 4) -> Batch:

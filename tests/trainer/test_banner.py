@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.workloads import build_tools
 from stabletrain.config.arguments import LAUNCH_VARIABLE, parse_arguments
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
@@ -28,7 +29,6 @@ from stabletrain.trainer.banner import (
     update_note,
 )
 from stabletrain.trainer.history import History
-from stabletrain.trainer.tools import build_tools
 from tests.trainer.given import CPU, FP32
 
 

@@ -6,11 +6,9 @@ import time
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import TrainState
@@ -18,11 +16,11 @@ from stabletrain.stability.guard import RollbackGuard
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer import build as module
-from stabletrain.trainer.build import build, machine_record, restore_state, saved_states
+from stabletrain.trainer.build import build, machine_record, restore_state
 from stabletrain.trainer.run import Plan
 from stabletrain.trainer.stages import Process, Trained
 from tests.runs import TINY_GPT, composed
-from tests.trainer.given import CPU, FP32, Recorder, Saves, make_run
+from tests.trainer.given import CPU, FP32, Saves, make_run
 
 CHOSEN = [*TINY_GPT, "steps=6", "grad_accum_steps=2", "eval_every=3", "log_every=2", "forensics.max_incidents=3"]
 
@@ -101,7 +99,7 @@ def test_the_ranks_of_a_machine_share_its_memory_and_the_main_process_writes_the
     state = TrainState(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
     for rank, local_rank, writers in ((0, 0, 1), (3, 3, 1), (8, 0, 0), (9, 1, 0)):
         ranks = Ranks(rank, 16, local_rank, True, local_world_size=8)
-        process = Process(ranks, {}, SingleProcess(), Seeded(), FP32, {}, CPU)
+        process = Process(ranks, SingleProcess(), FP32, {}, CPU)
         module.choose_host_memory(process, state, RollbackGuard(), Saves())
         assert (asked[-1]["ranks"], asked[-1]["snapshots"], asked[-1]["checkpoints"]) == (8, 4, writers)
     assert len(said) == 2, "one line for each machine"
@@ -168,22 +166,18 @@ def test_only_a_run_continued_in_its_own_folder_keeps_the_guards_retained_states
         run.tools.guard.states.forget = lambda calls=calls: calls.append(1)
         run.output.tracker.rewind = rewound.append
         run.state.step, run.state.executed_steps = 10, 13
-        cfg = OmegaConf.create({"steps": 10, "resume": resume})
-        restore_state(cfg, run.saved, run.tools.guard, run.output.tracker)
+        restore_state(run.saved, run.tools.guard, run.output.tracker, resume, steps=10)
         assert (asked, len(calls), rewound) == ([resume], forgotten, [13])
 
 
-def test_no_state_is_saved_at_first():
-    run, saves = make_run(), Saves()
-    opened = module.Opened(run.output.folder.path, run.output.folder, Recorder(), module.NoWandb(), saves)
-    saved = saved_states(run.state, run.tools, run.monitoring, run.history, run.data, opened).saved
-    assert saved.snapshots.newest(10**6) is None
-    assert saves.saves == []
-    assert saved.checkpoints is saves
+def test_no_state_is_saved_at_first(built):
+    run, folder, _ = built
+    assert run.saved.snapshots.newest(10**6) is None
+    assert not [*folder.glob("checkpoints/step-*")]
 
 
 def test_the_machine_record_has_precision_and_determinism():
-    process = Process(Ranks(), {}, SingleProcess(), Seeded(), FP32, {"switch": True}, CPU)
+    process = Process(Ranks(), SingleProcess(), FP32, {"switch": True}, CPU)
     model = nn.Linear(1, 1)
     trained = Trained(TrainState(model, torch.optim.SGD(model.parameters())), make_run().monitoring.usage, ["head"], 2)
     record = machine_record(process, trained)

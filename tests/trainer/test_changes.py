@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.reliability.ends import everything, metrics
 from stabletrain.checkpoint.folder import find
+from stabletrain.config.make import Choice
 from stabletrain.config.resuming import recorded_settings
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.machine import hardware
@@ -353,8 +354,7 @@ def test_a_checkpoint_of_other_data_is_refused_and_one_of_the_same_taken(tmp_pat
 
 
 def test_data_without_a_fingerprint_are_identified_by_their_keys():
-    cfg = OmegaConf.create({"data": {"_target_": "mine.Data", "path": "/a"}})
-    assert option_fingerprint(cfg, {"data": "mine"}) == {
+    assert option_fingerprint(Choice("data", {"_target_": "mine.Data", "path": "/a"}, "mine")) == {
         "name": "mine",
         "keys": {"_target_": "mine.Data", "path": "/a"},
     }

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
+from stabletrain.config.make import Choice
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import Batch
+from stabletrain.stability.objective import CrossEntropy
 from stabletrain.trainer.contract import (
     DEFAULT_VAL_BATCHES,
     checked,
@@ -66,9 +67,12 @@ class Endless:
         return Batch(torch.full((size, 2), float(step)), torch.full((size,), step))
 
 
+def choice_of(target, **keys):
+    return Choice("model", {"_target_": f"{__name__}.{target}", **keys})
+
+
 def model_of(data, target="Sized", **keys):
-    cfg = OmegaConf.create({"model": {"_target_": f"{__name__}.{target}", **keys}})
-    return make_model(cfg, SimpleNamespace(**data))
+    return make_model(choice_of(target, **keys), SimpleNamespace(**data), CrossEntropy())
 
 
 # ---- the model
@@ -102,9 +106,8 @@ def test_a_size_that_is_null_and_not_in_the_data_is_refused():
 
 
 def test_what_is_no_model_to_train_is_refused():
-    cfg = OmegaConf.create({"model": {"_target_": "builtins.dict"}})
     with pytest.raises(ConfigError, match="builtins.dict gives a dict, not an nn.Module"):
-        make_model(cfg, SimpleNamespace())
+        make_model(Choice("model", {"_target_": "builtins.dict"}), SimpleNamespace(), CrossEntropy())
     with pytest.raises(ConfigError, match="Frozen has no parameters to train"):
         model_of({}, target="Frozen")
 
@@ -151,9 +154,8 @@ class Answering(nn.Module):
 
 def answering(returns, **keys):
     """A model that returns its logits in this way, accepted as a run accepts it."""
-    cfg = OmegaConf.create({"model": {"_target_": f"{__name__}.Answering", "returns": returns, **keys}})
     torch.manual_seed(0)
-    return make_model(cfg, Endless())
+    return make_model(choice_of("Answering", returns=returns, **keys), Endless(), CrossEntropy())
 
 
 @pytest.mark.parametrize(
@@ -254,8 +256,7 @@ def test_the_context_length_is_the_models_then_the_datas():
     ],
 )
 def test_what_the_pace_counts_and_a_loss_is_per(modality, data, expected):
-    cfg = OmegaConf.create({"data": {} if modality is None else {"modality": modality}})
-    assert units(cfg, data) == expected
+    assert units(modality, data) == expected
 
 
 def test_the_cost_is_of_a_sample_and_none_if_unknown():

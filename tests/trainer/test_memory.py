@@ -1,11 +1,12 @@
 """A run that cannot fit into memory is refused by a lower bound, with what it needs and what there is."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import open_dict
 
+from stabletrain.config.make import Choice
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.parallel.ranks import Ranks
@@ -14,6 +15,7 @@ from stabletrain.records import Batch
 from stabletrain.trainer import memory
 from stabletrain.trainer.memory import Weights, check_memory, gigabytes, moments, weights_of
 from tests.runs import TINY_GPT, TINY_RESNET, composed
+from tests.trainer.given import options_of
 
 SIZES = {"vocab_size": 256, "block_size": 16}
 HERE = __name__
@@ -40,14 +42,15 @@ def said(*typed, limit=10**9, device="cpu", ranks=1, **choices):
     process = SimpleNamespace(
         ranks=Ranks(world_size=ranks, local_world_size=ranks),
         device=torch.device(device),
-        choices={"model": "gpt_nano", "precision": "fp32", "parallel": "auto"} | choices,
         parallel=SingleProcess(),
     )
     with composed(*TINY_GPT, *typed) as cfg, pytest.MonkeyPatch.context() as patch:
+        options = options_of(cfg)
+        options = replace(options, choices=options.choices | choices)
         patch.setattr(memory, "host_memory", lambda: limit)
         patch.setattr(memory, "device_memory", lambda device: limit)
         try:
-            return check_memory(cfg, process, Data(), SIZES)
+            return check_memory(options, process, Data(), SIZES)
         except ConfigError as error:
             return str(error)
 
@@ -56,16 +59,17 @@ def test_deep_models_are_extrapolated_exactly():
     images = {"num_classes": 10, "in_channels": 1}
     for typed, base, sizes in (("model.n_layer=70", TINY_GPT, SIZES), ("model.depth=410", TINY_RESNET, images)):
         with composed(*base, typed) as cfg, pytest.MonkeyPatch.context() as patch:
-            guessed = weights_of(cfg, sizes)
+            model = options_of(cfg).model
+            guessed = weights_of(model, sizes)
             patch.setattr(memory, "DEEP", 10**6)
-            assert guessed == weights_of(cfg, sizes)
+            assert guessed == weights_of(model, sizes)
 
 
 def test_the_bytes_are_those_of_the_parameters():
     with composed(*TINY_GPT) as cfg:
         torch.manual_seed(1)
         drawn = torch.random.get_rng_state()
-        found = weights_of(cfg, SIZES)
+        found = weights_of(options_of(cfg).model, SIZES)
         assert torch.equal(torch.random.get_rng_state(), drawn), "counting draws no random numbers"
     real = sum(p.nbytes for p in GPT(**SIZES, n_layer=2, n_head=2, n_embd=16).parameters())
     assert found == Weights(real, real)
@@ -73,7 +77,7 @@ def test_the_bytes_are_those_of_the_parameters():
 
 def test_the_bound_has_weights_gradients_moments_and_the_batch():
     with composed(*TINY_GPT) as cfg:
-        weights = weights_of(cfg, SIZES)
+        weights = weights_of(options_of(cfg).model, SIZES)
     assert weights is not None
     need = int(4 * weights.all + 4 * 256)  # weights, gradients, two moments; 4 samples
     assert said(limit=need) == ""
@@ -110,20 +114,18 @@ def test_the_message_names_the_key_and_both_numbers():
 
 
 def test_a_model_that_cannot_be_built_on_the_meta_device_is_let_through():
-    with composed(*TINY_GPT) as cfg:
-        with open_dict(cfg):
-            cfg.model = {"_target_": f"{HERE}.NotOnMeta"}
-        assert weights_of(cfg, {}) is None
-        cfg.model = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 4}
-        assert weights_of(cfg, {}) == Weights(64, 64)
+    assert weights_of(Choice("model", {"_target_": f"{HERE}.NotOnMeta"}), {}) is None
+    linear = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 4}
+    assert weights_of(Choice("model", linear), {}) == Weights(64, 64)
+    assert weights_of(Choice("model", {"_target_": "no_such_code.Model"}), {}) is None
 
 
 def test_moments_are_known_for_the_optimizers_of_this_package_only():
     for typed, count in (("adamw", 2), ("sgd", 1), ("sgd optimizer.momentum=0", 0), ("muon", 1), ("spam", 2)):
         with composed(*f"optimizer={typed}".split()) as cfg:
-            assert moments(cfg) == count
+            assert moments(options_of(cfg).optimizer) == count
     with composed("optimizer._target_=torch.optim.Adam") as cfg:
-        assert moments(cfg) == 0
+        assert moments(options_of(cfg).optimizer) == 0
 
 
 def test_sizes_are_words():

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 import stabletrain
 from stabletrain.checkpoint.folder import find
+from stabletrain.config.make import Choice
 from stabletrain.errors import ConfigError
 from stabletrain.trainer.saved import sizes_in, sizes_of
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
@@ -99,10 +100,10 @@ def test_stored_runs_of_earlier_versions_are_loaded(name, tmp_path, monkeypatch)
 
 def test_sizes_come_from_shapes_before_the_data():
     with composed(*TINY_GPT, "model.position=learned") as cfg:
-        cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        model, data = Choice.of(cfg, "model"), Choice.of(cfg, "data")
     shapes = {"tokens.weight": (300, 16), "head.weight": (300, 16)}
-    assert sizes_in(cfg, {}) == {}
-    assert sizes_of(cfg, shapes) == {"vocab_size": 300, "block_size": 16}
-    cfg.data = {"_target_": "stabletrain.errors.ConfigError"}  # data without any size
+    assert sizes_in(model, {}) == {}
+    assert sizes_of(model, shapes, data) == {"vocab_size": 300, "block_size": 16}
+    without = Choice("data", {"_target_": "stabletrain.errors.ConfigError"})  # data without any size
     with pytest.raises(ConfigError, match=r"model.vocab_size is null, and neither the weights nor the data have it"):
-        sizes_of(cfg, {})
+        sizes_of(model, {}, without)

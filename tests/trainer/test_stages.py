@@ -6,24 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
+from stabletrain.config.make import Choice
+from stabletrain.data.dataset import Dataset
 from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import NoFaults
 from stabletrain.machine import hardware
-from stabletrain.machine.determinism import Seeded, mix
+from stabletrain.machine.determinism import mix
 from stabletrain.parallel import distributed
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, Transform
-from stabletrain.stability.clipping import NoClip
-from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective import CrossEntropy
 from stabletrain.trainer.stages import (
+    BatchLoader,
     Process,
     Source,
-    batch_loader,
     build_model,
     load_data,
     make_optimizer,
@@ -33,7 +32,7 @@ from stabletrain.trainer.stages import (
     start_process,
 )
 from tests.runs import TINY_GPT, composed
-from tests.trainer.given import CPU, FP32
+from tests.trainer.given import CPU, FP32, options_of
 
 BYTES = Source(SimpleNamespace(vocab_size=256, block_size=16), "tok", "byte")
 
@@ -79,7 +78,7 @@ class NoData:
 
 def process(rank=0, world_size=1, parallel=None):
     ranks = Ranks(rank, world_size)
-    return Process(ranks, {"optimizer": "adamw"}, parallel or SingleProcess(ranks), Seeded(), FP32, {}, CPU)
+    return Process(ranks, parallel or SingleProcess(ranks), FP32, {}, CPU)
 
 
 def empty_state(**options):
@@ -104,13 +103,10 @@ def test_the_main_process_draws_the_same_numbers_as_a_single_process():
 
 def test_a_process_has_the_objects_of_its_groups():
     with composed(*TINY_GPT, "precision=bf16") as cfg:
-        started = start_process(cfg, Path("nowhere"))
+        started = start_process(options_of(cfg), Path("nowhere"))
     assert (started.ranks, started.device) == (Ranks(), CPU)
     assert started.precision.name == "bf16"
     assert started.switches["use_deterministic_algorithms"] is False
-    assert isinstance(started.determinism, Seeded)
-    assert (started.choices["precision"], started.choices["model"]) == ("bf16", "gpt_nano")
-    assert not [group for group in started.choices if "hydra" in group]
     assert isinstance(started.parallel, SingleProcess)
 
 
@@ -140,7 +136,7 @@ def four_cards(monkeypatch):
 def test_a_rank_sets_up_determinism_before_it_starts_cuda_on_its_own_card(four_cards, device, determinism):
     join_process_group(current_ranks())  # `train.py` joins before it knows the configuration
     with composed(*TINY_GPT, "precision=fp32", f"device={device}", f"determinism={determinism}") as cfg:
-        started = start_process(cfg, Path("nowhere"))
+        started = start_process(options_of(cfg), Path("nowhere"))
     assert started.device == torch.device("cuda", 3)
     assert four_cards == [started.device]
     assert started.switches["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -152,7 +148,7 @@ def test_strict_refuses_a_workspace_of_the_users_that_is_not_deterministic(four_
     join_process_group(current_ranks())
     overrides = [*TINY_GPT, "precision=fp32", "device=cuda", "determinism=strict"]
     with composed(*overrides) as cfg, pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0"):
-        start_process(cfg, Path("nowhere"))
+        start_process(options_of(cfg), Path("nowhere"))
     assert not four_cards, "CUDA has not started"
 
 
@@ -160,10 +156,8 @@ def test_strict_refuses_a_workspace_of_the_users_that_is_not_deterministic(four_
 
 
 def data_of(target, **keys):
-    cfg = OmegaConf.create(
-        {"data": {"_target_": f"{__name__}.{target}", "modality": "images", **keys}, "batch_size": 2}
-    )
-    return load_data(cfg, process(), NoFaults())
+    node = {"_target_": f"{__name__}.{target}", "modality": "images", **keys}
+    return load_data(Choice("data", node, role=Dataset), NoFaults(), process(), 2)
 
 
 def test_data_is_loaded_with_its_units_and_told_of_the_device():
@@ -183,10 +177,9 @@ def test_data_without_a_batch_method_is_refused():
 
 
 def loaded(step, *, data=None, world_size=1, parallel=None, skipped=(), batch_size=12, grad_accum_steps=1):
-    cfg = OmegaConf.create({"batch_size": batch_size, "grad_accum_steps": grad_accum_steps})
-    source = Source(data or Numbered(), "sample", "sample")
-    state, objective = empty_state(skipped=[*skipped]), CrossEntropy()
-    return batch_loader(cfg, process(0, world_size, parallel), source, state, objective)(step)
+    here, state = process(0, world_size, parallel), empty_state(skipped=[*skipped])
+    load = BatchLoader(here, data or Numbered(), state, CrossEntropy(), batch_size, grad_accum_steps)
+    return load(step)
 
 
 def test_a_step_reads_the_batch_of_its_position_in_the_data():
@@ -270,12 +263,13 @@ def test_a_batch_of_another_type_is_refused_when_it_is_read():
 def test_the_model_follows_from_the_seed_and_its_parts_are_in_place():
     made = []
     with composed(*TINY_GPT, "model.n_layer=1", "precision=bf16", "precision.fp32_modules=[head]") as cfg:
-        here = start_process(cfg, Path("nowhere"))
+        options = options_of(cfg)
+        here = start_process(options, Path("nowhere"))
         for seed in (3, 3, 4):
-            cfg.seed = seed
+            options = replace(options, seed=seed)
             torch.rand(5)  # what was drawn before makes no difference
-            made.append(build_model(cfg, here, BYTES, NoFaults()))
-        tools = make_tools(cfg, here, BYTES, made[0].state.model, NoClip(), NoGuard())
+            made.append(build_model(options, here, BYTES))
+        tools = make_tools(options, here, BYTES, made[0].state.model)
     first, again, other = [list(each.state.model.parameters()) for each in made]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
@@ -298,7 +292,7 @@ def optimizer_of(*overrides):
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     with composed(*overrides) as cfg:
-        optimizer, note = make_optimizer(cfg, model, {})
+        optimizer, note = make_optimizer(options_of(cfg).optimizer, model, {})
     assert [p for group in optimizer.param_groups for p in group["params"]] == [model.weight]
     return optimizer, note
 
@@ -369,13 +363,12 @@ def test_pytorchs_sgd_starts_from_a_momentum_of_zeros():
 def test_a_busy_cpu_is_noted_with_the_length_of_an_evaluation(monkeypatch):
     monkeypatch.setattr(hardware, "load_and_cores", lambda: (9.0, 2))
     data = SimpleNamespace(split="the last tenth", batches=lambda size, split: 800 // size)
-    source, cfg = Source(data, "tok", "byte"), OmegaConf.create({"batch_size": 8, "eval_batches": None})
-    split, text, busy = opening_notes(cfg, process(), source)
+    source = Source(data, "tok", "byte")
+    split, text, busy = opening_notes(source, process(), 8, None)
     assert text == ""
     assert split == "split: the last tenth"
     assert "eval_batches=20 instead of 100" in busy
-    cfg.eval_batches = 30
-    assert opening_notes(cfg, process(), source) == [split, "", ""]
+    assert opening_notes(source, process(), 8, 30) == [split, "", ""]
 
 
 class Contrastive:
@@ -396,11 +389,12 @@ class Contrastive:
     ],
 )
 def test_an_objective_that_couples_samples_is_refused_where_the_batch_is_split(world_size, typed, fix):
-    here = replace(process(0, world_size), choices={"objective": "mine"})
     with composed(*TINY_GPT, f"objective._target_={__name__}.Contrastive", *typed) as cfg:
 
         def make():
-            return make_tools(cfg, here, BYTES, nn.Linear(1, 1), NoClip(), NoGuard())
+            options = options_of(cfg)
+            options = replace(options, choices=options.choices | {"objective": "mine"})
+            return make_tools(options, process(0, world_size), BYTES, nn.Linear(1, 1))
 
         if fix is None:
             assert make().objective.couples_samples

@@ -1,9 +1,10 @@
-"""The tools of a step: defaults for a user's own loop, and those that a configuration describes."""
+"""The tools of a step: those that options describe, and the usual ones of tests and benchmarks."""
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.workloads import build_tools
 from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, TrainState, Verdict
@@ -15,9 +16,9 @@ from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.step import train_step
-from stabletrain.trainer.tools import build_tools, tools_from_config
+from stabletrain.trainer.tools import tools_from_options
 from tests.runs import TINY_GPT, composed
-from tests.trainer.given import FP32, batch, reading
+from tests.trainer.given import FP32, batch, options_of, reading
 
 
 def test_the_defaults_are_the_usual():
@@ -67,14 +68,12 @@ def test_a_configuration_decides_schedule_objective_and_bounds():
     chosen = ["steps=100", "warmup.steps=10", "schedule=constant", "zloss=palm", "label_smoothing=0.25"]
     model = nn.Linear(4, 3)
     with composed(*TINY_GPT, *chosen) as cfg:
-        tools = tools_from_config(
-            cfg,
+        tools = tools_from_options(
+            options_of(cfg),
             model,
             vocab_size=11,
             precision=FP32,
-            clipping=NoClip(),
             guard=NoGuard(),
-            determinism=Seeded(),
             seed=3,
             parallel=SingleProcess(),
         )

@@ -157,6 +157,3 @@ def in_parts(rows: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Splits rows of logits and their targets into parts of at most `LOGITS_AT_ONCE` logits, but at least one row."""
     size = max(1, LOGITS_AT_ONCE // max(rows.shape[-1], 1))
     return zip(rows.split(size), targets.split(size), strict=True)
-
-
-ZLossKind = NoZLoss  # for trainer/tools.py

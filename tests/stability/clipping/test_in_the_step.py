@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.reliability.ends import metrics
+from benchmarks.workloads import build_tools
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.step import train_step
-from stabletrain.trainer.tools import build_tools
 from tests.laws.test_resume import newest, trained
 from tests.runs import TINY_GPT, TINY_RESNET
 from tests.stability.clipping.given import TIGHT, equal_trees
