@@ -79,5 +79,5 @@ def by_seed(found: WhatIfResult) -> list[tuple[str, tuple[str, ...]]]:
                 between(repeat.difference),
                 decimals(outcome.val_loss),
             )
-            lines.append((outcome.broke, cells))
+            lines.append((bool(outcome.broke), cells))
     return lines

@@ -68,7 +68,7 @@ def templates() -> Any:
     """Returns Jinja's environment. It escapes every text, and refuses names that a page does not give."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-    made = Environment(
+    made: Any = Environment(
         loader=FunctionLoader(template_text),
         autoescape=True,
         finalize=escaped,
