@@ -29,8 +29,6 @@ from stabletrain.stored.trusted import OPTION, accepting
 MAX_TOKENS = 1_000_000
 """Largest `--tokens` of `sample`."""
 
-WANDB_REPORT = "write a W&B report that compares a project's runs"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the process's exit code."""
@@ -40,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         exit_process(train_command(typed[1:]))
     from stabletrain.data import prepare
-    from stabletrain.tracking import wandb_report, wandb_sync
+    from stabletrain.tracking import wandb_report as report
+    from stabletrain.tracking import wandb_sync as sync
 
     parser = argparse.ArgumentParser(
         prog="stabletrain",
@@ -59,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "forecast": ("foretell from a run's monitors what breaks, when, and the fix", add_forecast_arguments, forecast),
         "replay": ("replay an incident's step, unchanged or with a fix", add_replay_arguments, replay),
         "whatif": ("try fixes from before a run's trouble, and rank them", add_whatif_arguments, whatif),
-        "sync": ("upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
-        "wandb-report": (WANDB_REPORT, wandb_report.add_arguments, wandb_report.run),
+        "sync": ("upload offline runs to Weights & Biases", sync.add_arguments, sync.run),
+        "wandb-report": ("write a W&B report that compares a project's runs", report.add_arguments, report.run),
     }.items():
         command = commands.add_parser(name, help=help)
         command.register("type", Path, typed_path)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from stabletrain.config.composed import Composed, composed_job
 from stabletrain.config.interpolation import check_resolves
-from stabletrain.config.make import Choice
+from stabletrain.config.make import Choice, plain
 from stabletrain.config.rules import RANKS, RULES, TYPES
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
@@ -24,7 +24,7 @@ def check(cfg: DictConfig) -> None:
         ConfigError: names the key, its value, the bound and the fix.
     """
     check_resolves(cfg)
-    run = composed_job(cfg)
+    run = composed_job(plain(cfg))
     for rule in RULES:
         rule.check(run)
     if run["init_from"] != "none" and run["resume"] == "none":  # a resumed run does not read it

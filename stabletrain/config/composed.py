@@ -7,10 +7,10 @@ from typing import Any
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from stabletrain.config.arguments import job_overrides, key_of
-from stabletrain.config.make import leaves, plain
+from stabletrain.config.make import leaves
 from stabletrain.parallel.ranks import Ranks, current_ranks
 
 
@@ -65,10 +65,10 @@ class Composed:
         return preset and group in self.choices and group not in map(key_of, self.typed)
 
 
-def composed_job(cfg: DictConfig) -> Composed:
-    """Returns the configuration of the current Hydra job, whose values resolve."""
+def composed_job(tree: Any) -> Composed:
+    """Returns the configuration of the current Hydra job, from its plain values."""
     choices = {**HydraConfig.get().runtime.choices}  # a dict: OmegaConf's containers are slow to look things up in
-    return Composed(dict(leaves(plain(cfg))), defaults(), choices, job_overrides(), current_ranks())
+    return Composed(dict(leaves(tree)), defaults(), choices, job_overrides(), current_ranks())
 
 
 def defaults() -> dict[str, Any]:

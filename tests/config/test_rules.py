@@ -7,6 +7,7 @@ import yaml
 
 from stabletrain.config.checks import check
 from stabletrain.config.composed import composed_job
+from stabletrain.config.make import plain
 from stabletrain.config.rules import ANY_KEY, ANY_TYPED, RULES
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
@@ -93,7 +94,7 @@ def refusals():
     found = {}
     for example in EXAMPLES:
         with composed(*example.split()) as cfg:
-            run = replace(composed_job(cfg), ranks=Ranks(world_size=2 if example in TWO_RANKS else 1))
+            run = replace(composed_job(plain(cfg)), ranks=Ranks(world_size=2 if example in TWO_RANKS else 1))
             said = {number: refusal_of(rule, run) for number, rule in enumerate(RULES)}
         found[example] = {number: message for number, message in said.items() if message}
     return found
@@ -124,5 +125,5 @@ def test_a_rule_is_about_keys_and_groups_that_exist():
 
 def test_a_configuration_that_works_breaks_no_rule():
     with composed() as cfg:
-        run = composed_job(cfg)
+        run = composed_job(plain(cfg))
     assert [rule for rule in RULES if refusal_of(rule, run)] == []
