@@ -1,7 +1,7 @@
 """Decides which skipped steps and alarms are investigated, and collects what an investigation needs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -12,12 +12,10 @@ from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.handler import IncidentRequest, IncidentSummary
 from stabletrain.forensics.probes.samples import MAX_LISTED, bad_samples, describe
-from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.replay import same_bits
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
-from stabletrain.monitors.rolling import Alarm
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import is_round
 from stabletrain.protocols import Tools
@@ -182,14 +180,6 @@ def changed_tensors(model: nn.Module, state_check: NoStateCheck, parallel: Singl
     whose = f"rank {ranks.rank}: " if ranks.distributed else ""
     mine = [{"index": None, "what": f"{whose}{each}"} for each in state_check.changes(model)]
     return [each["what"] for each in parallel.gather_samples(mine, 1)]
-
-
-def investigate_alarm(run: TrainingRun, executed: ExecutedStep, reading: Reading, alarms: Sequence[Alarm]) -> None:
-    """Investigates an applied step with vanishing gradients, if the precision can lose them (fp16, fp8)."""
-    # Each rank sees only its own part of the gradients, but all ranks must take part in an investigation.
-    vanishing = run.parallel.any_rank(any(alarm.kind == "vanishing" for alarm in alarms))
-    if vanishing and reading.applied and can_underflow(run.tools.precision):
-        handle_incident(run, executed, reading, "loss_scale")
 
 
 def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, kind: str) -> IncidentSummary | None:

@@ -14,6 +14,7 @@ from typing import Any
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.forecast.forecast import NoForecast
+from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.parallel.single import SingleProcess
@@ -30,7 +31,6 @@ from stabletrain.trainer.incidents import (
     ExecutedStep,
     changed_tensors,
     handle_incident,
-    investigate_alarm,
     investigate_skip,
 )
 from stabletrain.trainer.recheck import compute_twice, confirm, rehearse, tell_out_of_memory
@@ -199,11 +199,15 @@ def due_after_step(run: TrainingRun, watching: bool, signals: StopRequest | NoSt
 
 
 def run_monitors(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
-    """Returns the monitors' metrics of the step, and logs their alarms; investigates vanishing gradients in fp16."""
+    """Returns the monitors' metrics of the step, and logs their alarms; investigates vanishing gradients."""
     reading = executed.reading()
     metrics, alarms = run.monitoring.monitors.after(run.state.model, run.state.optimizer, reading.applied)
     log_alarms(run.tracker, reading.step, alarms)
-    investigate_alarm(run, executed, reading, alarms)
+    # fp16 and fp8 can lose gradients that vanish. Each rank sees only its own part of the gradients, but all ranks must
+    # take part in an investigation.
+    vanishing = run.parallel.any_rank(any(alarm.kind == "vanishing" for alarm in alarms))
+    if vanishing and reading.applied and can_underflow(run.tools.precision):
+        handle_incident(run, executed, reading, "loss_scale")
     return metrics
 
 

@@ -14,10 +14,10 @@ from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.trainer.incidents import (
     UNUSED_BATCHES,
     handle_incident,
-    investigate_alarm,
     investigate_skip,
     make_repro,
 )
+from stabletrain.trainer.loop import run_monitors
 from tests.trainer.given import CPU, Handler, batch, executed, make_run, reading
 
 NAN = {"applied": False, "loss": math.nan}
@@ -180,7 +180,8 @@ def test_vanishing_gradients_are_investigated_in_fp16_if_the_step_was_applied(pr
     chosen = precisions.fp16(CPU, 1024.0, 2000, 1.0) if precision == "fp16" else precisions.fp32(CPU)
     run = make_run(precision=chosen)
     numbers = reading(applied=applied)
-    investigate_alarm(run, executed(numbers), numbers, [Alarm(kind, "x")])
+    run.monitoring.monitors.after = lambda *_: ({}, [Alarm(kind, "x")])
+    run_monitors(run, executed(numbers))
     assert run.forensics.handler.kinds == investigated
 
 
