@@ -7,7 +7,7 @@
 | fresh_batch | another batch | finite: this batch is to blame |
 | older_state | weights and buffers of an earlier step | finite: the updates since then are to blame |
 
-A replay runs `step.compute`. If the step was compiled, so is its unchanged replay, which must give the same bits. All
+A replay runs `step.compute`. The unchanged replay of a compiled step is compiled too, to give the same bits. All
 others run eagerly, because compiling takes long and an investigation's time is limited. A replay leaves live weights,
 buffers, gradients, random generators, modes, hooks and kernel settings unchanged.
 """
