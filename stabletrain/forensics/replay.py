@@ -7,7 +7,7 @@
 | fresh_batch | another batch | finite: this batch is to blame |
 | older_state | weights and buffers of an earlier step | finite: the updates since then are to blame |
 
-A replay runs `step.compute`. If the step was compiled, so is its unchanged replay, which must give the same bits. All
+A replay runs `step.compute`. The unchanged replay of a compiled step is compiled too, to give the same bits. All
 others run eagerly, because compiling takes long and an investigation's time is limited. A replay leaves live weights,
 buffers, gradients, random generators, modes, hooks and kernel settings unchanged.
 """
@@ -170,26 +170,43 @@ def replay(repro: Repro, variant: str, compiled_copy: CompiledCopy | None = None
     Args:
         compiled_copy: the model of a compiled replay; None for a new copy.
     """
-    make, began = VARIANTS[variant], time.monotonic()
-    if began >= repro.deadline:
-        return Outcome(not_run="the time limit was reached")
-    compiled = runs_compiled(repro, variant)
-    try:
-        take = unchanged_on((compiled_copy or CompiledCopy()).of(repro), repro) if compiled else make(repro)
+    compiled, part = runs_compiled(repro, variant), None if repro.applied else repro.part
+
+    def run() -> tuple[float, float, float]:
+        copy = (compiled_copy or CompiledCopy()).of(repro) if compiled else None
+        inputs = VARIANTS[variant](repro) if copy is None else unchanged_on(copy, repro)
         with in_true_fp32(variant):
-            loss, norm, zeros = forward_backward(take.model, take.batches, take.tools, repro.step)
+            return forward_backward(inputs.model, inputs.batches, inputs.tools, repro.step)
+
+    outcome = outcome_of(run, repro.deadline)
+    if compiled and outcome.not_run:  # perhaps compilation failed: replay uncompiled, marked as not comparable
+        if compiled_copy is not None:
+            compiled_copy.drop()
+        return replay(replace(repro, compiled=True, compiled_for=None), variant)
+    if variant != "same" or outcome.loss is None or outcome.grad_norm is None:
+        return outcome
+    equal = compare(outcome.loss, outcome.grad_norm, repro.reading, part, repro.comparable)
+    return replace(outcome, bitwise_equal_to_reading=equal)
+
+
+def outcome_of(run: Callable[[], tuple[float, float, float]], deadline: float) -> Outcome:
+    """Runs a replay until it is too late to begin; never raises because of the model.
+
+    Args:
+        run: returns loss, gradient norm, and the share of gradient elements that are 0.
+        deadline: in `time.monotonic()` seconds.
+    """
+    began = time.monotonic()
+    if began >= deadline:
+        return Outcome(not_run="the time limit was reached")
+    try:
+        loss, norm, zeros = run()
     except NotPossible as error:
         return Outcome(not_run=str(error))
     except Exception as error:  # a user's model may raise anything, and an investigation must not end the run
-        if compiled:  # perhaps compilation failed: replay uncompiled, marked as not comparable
-            if compiled_copy is not None:
-                compiled_copy.drop()
-            return replay(replace(repro, compiled=True, compiled_for=None), variant)
         return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    part = None if repro.applied else repro.part
-    equal = compare(loss, norm, repro.reading, part, repro.comparable) if variant == "same" else None
     finite = math.isfinite(loss) and math.isfinite(norm)
-    return Outcome(finite, loss, norm, equal, zeros, time.monotonic() - began)
+    return Outcome(finite, loss, norm, None, zeros, time.monotonic() - began)
 
 
 def compare(loss: float, norm: float, reading: Reading | None, part: RankPart | None, comparable: bool) -> bool | None:

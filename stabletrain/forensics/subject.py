@@ -175,12 +175,12 @@ class StepSubject(Subject):
 
     def trace(self, variant: str) -> Trace:
         """See `Subject`."""
-        take = VARIANTS[variant](self.repro)
+        inputs = VARIANTS[variant](self.repro)
         # Use the whole logits, not chunks: the trace tells forward from backward by their order.
-        tools = replace(take.tools, objective=take.tools.objective.plain)
-        tracing = Trace(take.model)
+        tools = replace(inputs.tools, objective=inputs.tools.objective.plain)
+        tracing = Trace(inputs.model)
         with tracing, in_true_fp32(variant):
-            forward_backward(take.model, take.batches, tools, self.step)
+            forward_backward(inputs.model, inputs.batches, tools, self.step)
         return tracing
 
     def culprits(self) -> Culprits | None:

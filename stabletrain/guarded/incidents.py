@@ -178,7 +178,7 @@ class Incidents:
             return None
         try:
             return handler.write_incident(subject, found)
-        except Exception as raised:  # nor must writing it: a batch may hold anything
+        except Exception as raised:  # writing its folder must not either: a batch may hold anything
             raise NotInvestigated(one_line_of(raised)) from raised
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:

@@ -172,7 +172,7 @@ class LoopGuard:
         if self._states.lengths:  # they are on the host when this step's reading is
             update, weights = torch.stack(self._states.lengths).tolist()
             reading = reading._replace(update=update, weights=weights)
-        # The guard itself goes by its own count: the loop's numbers may repeat or go back.
+        # Everything that is due every so many steps follows the guard's own count: the loop's may repeat or go back.
         self._shown_step = reading.step if self._next_shown_step is None else self._next_shown_step
         self._next_shown_step, self._step = None, reading.step
         return reading

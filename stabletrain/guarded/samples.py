@@ -58,8 +58,8 @@ def bad_samples(micro_batches: Sequence[MicroBatch], usual: Sequence[MicroBatch]
     """Returns the samples that hold NaN or Inf, as `forensics/probes/samples.py` does.
 
     Args:
-        usual: micro-batches of a step that was applied. NaN or Inf in a tensor that holds some here, too, is no fault:
-            it marks something.
+        usual: micro-batches of a step that was applied. A tensor that holds NaN or Inf here uses them as marks, for
+            example of missing values, and is not reported.
     """
     tensors_of_usual = [pair for each in usual for pair in named_tensors(each.batch)]
     allowed = {name for name, tensor in tensors_of_usual if not_finite(tensor).any()}

@@ -2,9 +2,8 @@
 
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.samples import Culprits, find_by_bisection
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import NotPossible, Outcome, compare
+from stabletrain.forensics.replay import NotPossible, Outcome, compare, outcome_of
 from stabletrain.forensics.repro import is_compiled
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import find_origin
@@ -111,23 +110,22 @@ class LoopSubject(Subject):
 
     def replay(self, variant: str) -> Outcome:
         """See `Subject`."""
-        began = time.monotonic()
-        if began >= self.deadline and not self.sharded:
-            return Outcome(not_run="the time limit was reached")
-        try:
+
+        def run() -> tuple[float, float, float]:
             found = self._run(variant)
-        except NotPossible as error:
-            return Outcome(not_run=str(error))
-        except Exception as error:  # the user's code may raise anything
-            return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-        if self.gap and math.isfinite(found.loss):  # a normal forward pass says nothing about the step
+            return found.loss, found.grad_norm, zero_share(found.gradients)
+
+        # With sharded weights the ranks run it together, so none may leave it out for its time limit.
+        outcome = outcome_of(run, math.inf if self.sharded else self.deadline)
+        loss, norm = outcome.loss, outcome.grad_norm
+        if loss is None or norm is None:
+            return outcome
+        if self.gap and math.isfinite(loss):  # a normal forward pass says nothing about the step
             return Outcome(not_run=self.gap)
-        equal = None
-        if variant == "same":
-            equal = compare(found.loss, found.grad_norm, self.reading, self.part, self.comparable)
-        finite = math.isfinite(found.loss) and (math.isfinite(found.grad_norm) or self._made_bad_by_another_rank)
-        zeros = zero_share(found.gradients)
-        return Outcome(finite, found.loss, found.grad_norm, equal, zeros, time.monotonic() - began)
+        same = variant == "same"
+        equal = compare(loss, norm, self.reading, self.part, self.comparable) if same else None
+        finite = math.isfinite(loss) and (math.isfinite(norm) or self._made_bad_by_another_rank)
+        return replace(outcome, finite=finite, bitwise_equal_to_reading=equal)
 
     @property
     def _made_bad_by_another_rank(self) -> bool:

@@ -233,10 +233,10 @@ def test_a_rollback_restores_an_older_state_and_goes_on(tmp_path):
         sample["x"] = sample["x"] * float("nan")
     trainer, seen = trainer_of(tmp_path, samples)
     policy = RollbackGuard(patience=3, snapshot_every=1, healthy_after=1)
-    guarded(trainer, tmp_path / "incidents", policy=policy, max_incidents=0)
+    callback = guarded(trainer, tmp_path / "incidents", policy=policy, max_incidents=0)
     trainer.train()
     weights = [{name: value for name, value in state.items() if "group" not in name} for state in seen.states]
-    assert policy.rollbacks == 1
+    assert callback.guard._policy.rollbacks == 1
     assert any(same(weights[6], earlier) for earlier in weights[:4])
     assert not same(weights[6], weights[7])
 

@@ -29,6 +29,7 @@ from stabletrain.checkpoint.tree import map_tensors
 from stabletrain.forecast.forecast import NoForecast
 from stabletrain.forecast.series import Series
 from stabletrain.guarded.guard import Guard
+from stabletrain.guarded.loop_guard import LoopGuard
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.monitors.change_point import ChangePoint
 from stabletrain.monitors.monitors import NoMonitors
@@ -536,7 +537,7 @@ def test_the_walk_reaches_every_class_with_a_state_and_each_has_a_feeder():
     # The callback has only the state of its guard; its test is in tests/adapters/test_lightning.py.
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in reached}
     assert stateful_classes() - names == {"stabletrain.adapters.lightning.GuardCallback"}
-    apart = (torch.optim.Optimizer, Guard)
+    apart = (torch.optim.Optimizer, LoopGuard)
     assert {kind.__qualname__ for kind in kinds if not feeder_of(kind) and not issubclass(kind, apart)} == set()
 
 

@@ -15,7 +15,6 @@ Source: Micikevicius et al., arXiv 2209.05433, table 1; outliers, arXiv 2409.125
 
 import contextlib
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.forensics.replay import Outcome, ReplayInputs, forward_backward, same
+from stabletrain.forensics.replay import Outcome, forward_backward, outcome_of, same
 from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.trace.callers import Caller, Callers
 from stabletrain.forensics.trace.values import dense, is_scaled_fp8, storage, tensors
@@ -107,11 +106,11 @@ class Fp8Casts:
 
 def fp8_casts(repro: Repro) -> Fp8Casts | None:
     """Measures the casts to fp8 in a replay of the step; None if there are none."""
-    take = same(repro)
-    watching = Casts(take.model)
+    inputs = same(repro)
+    watching = Casts(inputs.model)
     with watching:
         forward_backward(
-            take.model, take.batches, replace(take.tools, objective=take.tools.objective.plain), repro.step
+            inputs.model, inputs.batches, replace(inputs.tools, objective=inputs.tools.objective.plain), repro.step
         )
     if not watching.worst:
         return None
@@ -150,19 +149,15 @@ def candidates(repro: Repro, found: Fp8Casts) -> list[tuple[str, Callable[[nn.Mo
 def replay_changed(
     repro: Repro, change: Callable[[nn.Module], Any], around: contextlib.AbstractContextManager | None = None
 ) -> Outcome:
-    """Replays the step on a copy of the model that `change` has changed."""
-    began = time.monotonic()
-    if began >= repro.deadline:
-        return Outcome(not_run="the time limit was reached")
-    take: ReplayInputs = same(repro)
-    change(take.model)
-    try:
+    """Replays the step on a copy of the model that `change` has changed. A user's own fp8 code may need fp8 tensors."""
+
+    def run() -> tuple[float, float, float]:
+        inputs = same(repro)
+        change(inputs.model)
         with around or contextlib.nullcontext():
-            loss, norm, zeros = forward_backward(take.model, take.batches, take.tools, repro.step)
-    except Exception as error:  # a user's own fp8 code may need fp8 tensors
-        return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    return Outcome(finite, loss, norm, None, zeros, time.monotonic() - began)
+            return forward_backward(inputs.model, inputs.batches, inputs.tools, repro.step)
+
+    return outcome_of(run, repro.deadline)
 
 
 def cast_of(func: Any, args: tuple, out: Any) -> Tensor | None:

@@ -96,12 +96,12 @@ def can_underflow(precision: FullPrecision) -> bool:
     return is_scaled(precision) or isinstance(precision, Fp8Linears)
 
 
-def gradients(take: ReplayInputs, step: int) -> dict[str, Tensor] | None:
+def gradients(inputs: ReplayInputs, step: int) -> dict[str, Tensor] | None:
     """The unscaled gradients of a replay by parameter; None if they or the loss are not finite."""
-    loss, norm, _ = forward_backward(take.model, take.batches, take.tools, step)
+    loss, norm, _ = forward_backward(inputs.model, inputs.batches, inputs.tools, step)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return None
-    return {name: p.grad for name, p in take.model.named_parameters() if p.grad is not None}
+    return {name: p.grad for name, p in inputs.model.named_parameters() if p.grad is not None}
 
 
 def measure(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], loss_scale: float) -> Underflow:

@@ -129,7 +129,7 @@ def masked_logits(trace: Trace, source: Source) -> OpRecord | None:
 
 
 def origin_of_buffer(trace: Trace) -> Origin | None:
-    """Returns the operation that spoilt a buffer, if loss and gradients are finite; None if there is none."""
+    """Returns the operation that damaged a buffer, if loss and gradients are finite; None if there is none."""
     if not trace.buffer_ends:
         return None
     end = trace.buffer_ends[0]

@@ -201,7 +201,7 @@ class Trace(TorchDispatchMode):
         ends: every non-finite loss and gradient, in order of computation.
         last: sources of the last floating-point output, which is the end if there is no backward pass.
         saw_leaves: whether a gradient reached a parameter.
-        buffer_ends: buffers that the pass has spoilt, in order of computation; known when the trace has ended.
+        buffer_ends: buffers that the pass has damaged, in order of computation; known when the trace has ended.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -214,7 +214,7 @@ class Trace(TorchDispatchMode):
         self.buffer_ends: list[BufferEnd] = []
         self._finite_buffers: dict[str, Tensor] = {}  # buffers that are finite when the trace begins
         self._finite_places: dict[int, Tensor] = {}  # the same by storage
-        self._spoilt: dict[int, int] = {}  # storage -> first operation after which such a buffer was not finite
+        self._damaged: dict[int, int] = {}  # storage -> first operation after which such a buffer was not finite
         self._callers = Callers(model)
         self._places: dict[int, StorageWeakRef] = {}  # keeps the numbers of storages unique after they are freed
         self._from: dict[int, frozenset[Source]] = {}  # storage -> sources of the non-finite values in it
@@ -239,7 +239,7 @@ class Trace(TorchDispatchMode):
             if name not in self._finite_buffers or is_finite_buffer(tensor):
                 continue
             key = self._place(tensor)
-            record = self._spoilt.get(key, self._writers.get(key))
+            record = self._damaged.get(key, self._writers.get(key))
             if record is not None:
                 values = measure(tensor)
                 size = math.nan if values.absmax is None else values.absmax
@@ -261,7 +261,7 @@ class Trace(TorchDispatchMode):
         with torch.no_grad():
             for key in touched & self._finite_places.keys():
                 if not is_finite_buffer(self._finite_places[key]):
-                    self._spoilt.setdefault(key, len(self.records))
+                    self._damaged.setdefault(key, len(self.records))
             writes = list(tensors(out)) or tensors_modified(func, args, kwargs)
             self._record(Call(func, op, grad, *before), reads, inputs, touched, writes)
         return out
