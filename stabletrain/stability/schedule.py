@@ -178,5 +178,5 @@ class LearningRate:
         return self.warmup.factor(step, self.total) * self.schedule.factor(min(1.0, progress))
 
 
-WarmupKind = NoWarmup  # for trainer/tools.py
-ScheduleKind = Constant  # for trainer/tools.py
+WarmupKind = NoWarmup  # for trainer/tools.py and config/checks.py
+ScheduleKind = Constant  # for trainer/tools.py and config/checks.py
