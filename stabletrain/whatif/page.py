@@ -62,7 +62,7 @@ def whatif_page(found: WhatIfResult) -> str:
     )
 
 
-def by_seed(found: WhatIfResult) -> list[tuple[str, tuple[str, ...]]]:
+def by_seed(found: WhatIfResult) -> list[tuple[bool, tuple[str, ...]]]:
     """Returns the cells of each arm with each seed, and whether it broke."""
     lines = []
     for each in found.ranking.places:
