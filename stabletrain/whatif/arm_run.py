@@ -69,13 +69,8 @@ def run_arm(run: ArmRun, live: bool, listening: bool = True) -> None:
     """
     ranks = current_ranks()
     try:
-        train_until(
-            run_on_main(ranks, lambda: arguments_of(run)),
-            ReachedStep(run.stop),
-            run.arm.name,
-            live,
-            listening,
-        )
+        arguments = run_on_main(ranks, lambda: arguments_of(run))
+        train_until(arguments, ReachedStep(run.stop), run.arm.name, live, listening)
     except ConfigError as error:
         if ranks.is_main:
             run.folder.mkdir(parents=True, exist_ok=True)
