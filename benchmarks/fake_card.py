@@ -36,6 +36,7 @@ from stabletrain.config.make import Choice
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, Reading
+from stabletrain.stability.init import TorchInit
 from stabletrain.step import InFlight
 from stabletrain.trainer import build, stages
 
@@ -332,6 +333,16 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class OnHost(TorchInit):
+    """An initialization that computes real values, on the host."""
+
+    def __init__(self, init: TorchInit) -> None:
+        self._init = init
+
+    def __call__(self, model: nn.Module) -> None:
+        with_values(self._init)(model)
+
+
 def made(build: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `Choice.build` that makes data and initial weights with real values, on the host."""
 
@@ -340,7 +351,7 @@ def made(build: Callable[..., Any]) -> Callable[..., Any]:
             return build(choice, **arguments)
         built = with_values(build)(choice, **arguments)
         if choice.group == "init":
-            return with_values(built)
+            return OnHost(built)
         if hasattr(built, "fingerprint"):
             known = with_values(built.fingerprint)()
             built.fingerprint = lambda: known

@@ -7,7 +7,7 @@ bisection.
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from stabletrain.monitors.forward import isolated
 from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 from stabletrain.stability.objective import Objective
+from stabletrain.stability.step_tools import StepTools
 
 MAX_LISTED = 8
 """Maximum number of samples to list."""
@@ -219,21 +220,34 @@ def find_by_bisection(trials: Trials) -> Culprits:
     return Culprits(sorted(alone + together), not together, trials.passes)
 
 
-@dataclass(frozen=True)
-class FixedDivisor:
-    """An objective that always divides by the same number of targets."""
+class FixedDivisor(Objective):
+    """An objective that always divides by the same number of targets.
 
-    plain: Objective
-    n_valid: Tensor
+    Args:
+        objective: a plain one; the outputs go to it.
+        n_valid: the number of targets, 0-d.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        """All else is the plain objective's."""
-        return getattr(self.plain, name)
+    def __init__(self, objective: Objective, n_valid: Tensor) -> None:
+        self._objective, self._n_valid = objective, n_valid
+
+    @property
+    def plain(self) -> Objective:
+        """The objective that divides by the targets that it gets."""
+        return self._objective
+
+    def wrap(self, forward: Callable[..., Any], model: nn.Module, tools: StepTools) -> Callable[..., Any]:
+        """Wraps `forward` as the plain objective does."""
+        return self._objective.wrap(forward, model, tools)
+
+    def classes(self, outputs: Any) -> int | None:
+        """Returns the plain objective's number of classes."""
+        return self._objective.classes(outputs)
 
     def __call__(self, outputs: Any, batch: Batch, n_valid: Tensor) -> LossTerms:
         """Same as the plain objective, but ignores `n_valid`."""
         del n_valid
-        return self.plain(outputs, batch, self.n_valid)
+        return self._objective(outputs, batch, self._n_valid)
 
 
 class Bisection(Trials):

@@ -11,8 +11,7 @@ from benchmarks.workloads import build_tools
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch
-from stabletrain.stability import chunked_loss
-from stabletrain.stability.objective import CrossEntropy, NoZLoss, ZLoss
+from stabletrain.stability.objective import CrossEntropy, NoZLoss, ZLoss, chunked_loss
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss, tokens_at_once, with_loss_chunk
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.qkclip import NoQKClip
