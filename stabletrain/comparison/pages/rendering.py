@@ -76,7 +76,7 @@ def templates() -> Any:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    made.globals["MOST_ROWS"] = MOST_ROWS  # ty: ignore[invalid-assignment]
+    made.globals["MOST_ROWS"] = MOST_ROWS
     made.filters |= {"plural": plural, "fact_text": fact_text}
     return made
 
