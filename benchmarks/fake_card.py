@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 import stabletrain
 from benchmarks.fake_autograd import Walk, backward, grad
 from stabletrain.config.make import Choice
+from stabletrain.data.prefetch import Prefetch
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, Reading
@@ -257,7 +258,7 @@ def package_frame() -> tuple[str, str]:
 # ---- what needs a real device
 
 
-class Direct:
+class Direct(Prefetch):
     """Stands in for `Prefetch`, whose thread would not know the fake tensors: loads each batch when it is wanted."""
 
     def __init__(self, load: Callable[[int], Batch], **_: Any) -> None:
