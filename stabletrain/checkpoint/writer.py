@@ -265,10 +265,10 @@ def _stands(path: Path) -> bool:
     return True
 
 
-def sync(folder: Path) -> None:
-    """Makes the names inside a folder survive a power cut, if the file system supports that."""
+def sync(path: Path) -> None:
+    """Makes the names inside a folder, or a file's content, survive a power cut, if the file system supports that."""
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:

@@ -202,16 +202,8 @@ def compare(chosen: argparse.Namespace) -> None:
     """Prints a table of runs and their sensitivity to the learning rate; writes the requested files."""
     from stabletrain.comparison.command import compare as show
 
-    show(
-        chosen.runs,
-        each=chosen.each,
-        sort=chosen.sort,
-        rows=chosen.rows,
-        wide=chosen.wide,
-        csv=chosen.csv,
-        picture=chosen.png,
-        html=chosen.html,
-    )
+    names = ("each", "sort", "rows", "wide", "csv", "html")
+    show(chosen.runs, picture=chosen.png, **{name: getattr(chosen, name) for name in names})
 
 
 def add_losses_arguments(parser: argparse.ArgumentParser) -> None:
@@ -330,17 +322,15 @@ def whatif(chosen: argparse.Namespace) -> None:
         if not number.isdecimal():
             raise ConfigError(f"--from {chosen.start} is not a step; fix: write --from step-500, or --from 500")
         start = int(number)
-    names = None if chosen.arms is None else [name for name in chosen.arms.split(",") if name]
-    jobs = 1 if chosen.jobs is None else chosen.jobs
     asked = WhatIfOptions(
         path=chosen.run,
         start=start,
-        arms=names,
+        arms=None if chosen.arms is None else [name for name in chosen.arms.split(",") if name],
         own=[*chosen.own, *chosen.more],
         past=chosen.past,
         steps=chosen.steps,
         best=chosen.best,
-        jobs=jobs,
+        jobs=1 if chosen.jobs is None else chosen.jobs,
         seeds=chosen.seeds,
         slurm=read_array(chosen),
     )

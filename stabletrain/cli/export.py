@@ -17,8 +17,7 @@ from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import TorchvisionResNet
 from stabletrain.printable import say
-from stabletrain.stored.json_files import DamagedFile
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_json import run_record_or_empty
 from stabletrain.stored.trusted import check_links
 from stabletrain.trainer.contract import checked
 from stabletrain.trainer.saved import build_model, config_of
@@ -70,20 +69,22 @@ def check_run(run: Path) -> None:
         )
 
 
+FORMATS: dict[str, type[Format]] = {"safetensors": Safetensors, "onnx": Onnx}
+"""Formats for any model."""
+
+FORMATS_OF_LIBRARIES: dict[type, type[Format]] = {GPT: Transformers, TorchvisionResNet: Torchvision}
+"""`hf`, by the architecture."""
+
+
 def format_of(to: str, trained: Trained) -> Format:
     """Returns the format: for `hf`, that of the library which has the model's architecture.
 
     Raises:
         ConfigError: no library has it.
     """
-    if to == "safetensors":
-        return Safetensors()
-    if to == "onnx":
-        return Onnx()
-    if type(trained.model) is GPT:
-        return Transformers()
-    if type(trained.model) is TorchvisionResNet:
-        return Torchvision()
+    found = FORMATS.get(to) or FORMATS_OF_LIBRARIES.get(type(trained.model))
+    if found is not None:
+        return found()
     raise ConfigError(
         f"{trained.name}: neither transformers nor torchvision has {trained.config['_target_']}, so --to hf cannot "
         "write it: use --to safetensors or --to onnx"
@@ -119,10 +120,7 @@ def trained_of(checkpoint: Checkpoint) -> Trained:
 
 def choices_in(folder: Path) -> Mapping[str, str]:
     """Returns the option of each config group that a run folder records; empty if it does not."""
-    try:
-        choices = read_run_record(folder).get("choices", {})
-    except DamagedFile:
-        return {}
+    choices = run_record_or_empty(folder).get("choices", {})
     return {group: option for group, option in choices.items() if option is not None}
 
 
@@ -149,20 +147,15 @@ def reads(data: Choice[Any]) -> str:
 
 def report(folder: Path, checkpoint: Checkpoint, written: Written) -> str:
     """Returns what the command prints: what was written, from where, and how to load it."""
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     loss = "" if checkpoint.val_loss is None else f", val loss {checkpoint.val_loss:.4g}"
     health = "" if checkpoint.healthy else " (NOT healthy: its weights or the steps before it are suspect)"
     place = near(folder)
     lines: list[tuple[str, Any]] = [
         ("wrote", place),
-        *(("", f"{name}, {shown(size)}") for name, size in sizes.items()),
+        *(("", f"{file.name}, {shown(file.stat().st_size)}") for file in sorted(folder.iterdir())),
         ("from", f"{near(checkpoint.path)}{loss}{health}"),
         ("checked", written.checked or "not compared: the library that loads it is not installed here"),
-        *zip(
-            ("load", *[""] * len(written.load)),
-            (line.replace("{folder}", place) for line in written.load),
-            strict=False,
-        ),
+        *(("" if number else "load", line.replace("{folder}", place)) for number, line in enumerate(written.load)),
         *(("note", note) for note in written.notes),
     ]
     return "\n".join(f"{label:<9}{text}" for label, text in lines)

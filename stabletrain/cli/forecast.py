@@ -90,24 +90,23 @@ def replay_forecast(folder: Path) -> ReplayedForecast:
         seen = [*lines(read_columns(folder / "metrics.jsonl"))]
     except OSError as error:
         raise ConfigError(f"{folder / 'metrics.jsonl'} cannot be read: {error.strerror or error}") from error
-    if not any(map(is_look, seen)):
+    looks = [line for line in seen if is_look(line)]
+    if not looks:
         raise ConfigError(why_no_inspections(folder, run, len(seen)))
     forecast = Forecast(horizon_of(run), "alarm")
     choices = {**run.record["choices"], "precision": run.precision or "auto"}
     forecast.set_run({group: str(option) for group, option in choices.items() if option}, optimizer_of(run))
-    last = max(number for number, line in enumerate(seen) if is_look(line))
     said: list[Prediction] = []
     before: dict[str, Any] = {}
-    for number, line in enumerate(seen[: last + 1]):
+    for line in seen:
         if line.get("guard/applied", 1) and "train/loss" in line:
             forecast.add_loss(line["train/loss"])
-        if number == last:
-            before = json.loads(json.dumps(forecast.state_dict()))
         if is_look(line):
+            before = forecast.state_dict()
             said += forecast.look(int(line["step"]), line)
     forecast.load_state_dict(before)  # the last look once more, for all signals
-    steps = [int(line["step"]) for line in seen if is_look(line)]
-    return ReplayedForecast(steps, said, *last_predictions(forecast, seen[last]), forecast.horizon)
+    steps = [int(line["step"]) for line in looks]
+    return ReplayedForecast(steps, said, *last_predictions(forecast, looks[-1]), forecast.horizon)
 
 
 def last_predictions(forecast: Forecast, line: Mapping[str, float]) -> tuple[list[Prediction], float]:

@@ -7,7 +7,7 @@ backward depend on are accepted, because one step cannot show the effect of othe
 
 import contextlib
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
@@ -26,7 +25,7 @@ from stabletrain.cli.replay_report import ReplayReport
 from stabletrain.config import trust
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import check_keys
-from stabletrain.config.error_texts import explain
+from stabletrain.config.jobs import explained
 from stabletrain.config.make import Choice, leaves, plain
 from stabletrain.config.moved import updated
 from stabletrain.config.recorded import Group
@@ -107,6 +106,7 @@ def overridden_config(
 def chosen_options(groups: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
     """The options that the overrides choose, directly or through a preset, for groups that act in a step."""
     search = [] if config_dir is None else [f"hydra.searchpath=[file://{os.path.realpath(config_dir)}]"]
+    GlobalHydra.instance().clear()
     with hydra_errors_explained(groups, config_dir), initialize_config_dir(str(conf_folder()), version_base="1.3"):
         first, then = (compose("config", [*search, *more], return_hydra_config=True) for more in ([], groups))
         old, new = first.hydra.runtime.choices, then.hydra.runtime.choices
@@ -125,18 +125,12 @@ def parsed(values: Sequence[str], config_dir: Path | None) -> list[tuple[str, An
         return [(override.key_or_group, override.value()) for override in found]
 
 
-@contextlib.contextmanager
-def hydra_errors_explained(overrides: Sequence[str], config_dir: Path | None) -> Generator[None, None, None]:
-    """Turns Hydra's errors into `ConfigError`, and clears Hydra's global state."""
-    GlobalHydra.instance().clear()
+def hydra_errors_explained(
+    overrides: Sequence[str], config_dir: Path | None
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that turns Hydra's errors into `ConfigError`, and restores Hydra's global state."""
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException) as error:
-        message = explain(error, conf_folder(), Arguments(options, list(overrides)))
-        raise ConfigError(message or str(error)) from error
-    finally:
-        GlobalHydra.instance().clear()
+    return explained(Arguments(options, list(overrides)), conf_folder())
 
 
 def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None = None) -> ReplayReport:

@@ -26,24 +26,11 @@ from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_type
 from stabletrain.stored.run_json import read_run_record, read_sweep_command
 
-OPTIONS_WITH_VALUE = frozenset(
-    [
-        "--config-dir",
-        "-cd",
-        "--config-name",
-        "-cn",
-        "--config-path",
-        "-cp",
-        "--package",
-        "-p",
-        "--cfg",
-        "-c",
-        "--info",
-        "-i",
-        "--shell-completion",
-        "-sc",
-    ]
-)
+CONFIG_OPTIONS = {"--config-dir": "-cd", "--config-name": "-cn", "--config-path": "-cp"}
+"""Hydra's options that say where the configuration is: long and short."""
+
+WITH_VALUE = CONFIG_OPTIONS | {"--package": "-p", "--cfg": "-c", "--info": "-i", "--shell-completion": "-sc"}
+OPTIONS_WITH_VALUE = frozenset({*WITH_VALUE, *WITH_VALUE.values()})
 """Hydra's options that take a value as the next word."""
 
 SWEEP = frozenset({"-m", "--multirun"})

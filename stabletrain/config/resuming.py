@@ -21,8 +21,7 @@ from stabletrain.config.arguments import show
 from stabletrain.config.make import leaves, plain
 from stabletrain.config.yaml_files import load_yaml
 from stabletrain.errors import ConfigError
-from stabletrain.stored.json_files import DamagedFile
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_json import read_run_record, run_record_or_empty
 
 FREE, RECORDED, NEW_STATE, REFUSED = "free", "recorded", "new state", "refused"
 
@@ -238,10 +237,7 @@ def recorded_settings(folder: Path, step: float) -> Settings | None:
 
 def steps_of_changes(folder: Path) -> list[int]:
     """Returns after how many steps the run in `folder` was resumed with changed settings, by its record."""
-    try:
-        return [change["step"] for change in read_run_record(folder).get("changes", [])]
-    except DamagedFile:
-        return []
+    return [change["step"] for change in run_record_or_empty(folder).get("changes", [])]
 
 
 def set_value(tree: dict[Any, Any], path: list[str], value: Any) -> None:
@@ -275,10 +271,7 @@ def kept_precision(resume: str, target: str, choices: Mapping[str, str], folder:
     other = resumed_folder(resume, folder)
     if other is None or choices.get("precision") != "auto" or target != AUTO:
         return ""
-    try:
-        record = read_run_record(other)
-    except DamagedFile:
-        return ""
+    record = run_record_or_empty(other)
     found = record.get("hardware", {}).get("precision")
     return found if found in AUTO_MODES and record.get("choices", {}).get("precision") == "auto" else ""
 
@@ -318,10 +311,7 @@ def check_unfinished(folder: Path, steps: int, changes: Mapping[str, Any]) -> No
     Raises:
         ConfigError: the run has finished its steps.
     """
-    try:
-        record = read_run_record(folder)
-    except DamagedFile:
-        return
+    record = run_record_or_empty(folder)
     finished = record.get("status") == "finished" and not record.get("reason")
     done: Any = record.get("final", {}).get("steps", -1) if finished else -1
     if done >= max(steps, 1):

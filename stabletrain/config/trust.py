@@ -74,33 +74,17 @@ def foreign_target(tree: Any) -> str:
     Args:
         tree: plain values, resolved.
     """
-    unknown = (f"_target_={target}" for target in targets(updated(tree)) if not is_known(target))
-    return next(chain(unknown, (text for text in texts(tree) if "${" in text)), "")
+    targets = [node["_target_"] for node in nodes(updated(tree)) if isinstance(node, dict) and "_target_" in node]
+    unknown = (f"_target_={target}" for target in targets if not is_known(target))
+    return next(chain(unknown, (text for text in nodes(tree) if isinstance(text, str) and "${" in text)), "")
 
 
-def targets(tree: Any) -> Iterator[Any]:
-    """Yields the value of every `_target_`, however deep."""
-    if isinstance(tree, dict):
-        if "_target_" in tree:
-            yield tree["_target_"]
-        for value in tree.values():
-            yield from targets(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from targets(value)
-
-
-def texts(tree: Any) -> Iterator[str]:
-    """Yields every text of a configuration, however deep, keys included."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from texts(key)
-            yield from texts(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from texts(value)
+def nodes(tree: Any) -> Iterator[Any]:
+    """Yields a configuration and everything in it, however deep, keys included."""
+    yield tree
+    inside = chain(*tree.items()) if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    for each in inside:
+        yield from nodes(each)
 
 
 def is_known(target: Any) -> bool:

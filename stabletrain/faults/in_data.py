@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
-from stabletrain.faults.planned import OnRank, check_at_least, check_number, number_for, random_below, random_index, say
+from stabletrain.faults.planned import BadNumber, Multiplied, OnRank, number_for, random_below, random_index, say
 from stabletrain.records import IGNORE_INDEX, Batch, reads_rows
 
 
@@ -66,7 +66,7 @@ class DataFault(OnRank):
 
 
 @dataclass(frozen=True)
-class Input(DataFault):
+class Input(BadNumber, DataFault):
     """One bad element in the inputs of one sample.
 
     Attributes:
@@ -75,12 +75,7 @@ class Input(DataFault):
         seed: selects the element.
     """
 
-    value: float = float("nan")
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("value", self.value)
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         return replace(batch, inputs=written(batch.inputs, self.value, self.seed, position))
@@ -131,7 +126,7 @@ class Empty(DataFault):
 
 
 @dataclass(frozen=True)
-class Poison(DataFault):
+class Poison(Multiplied, DataFault):
     """Batches with finite inputs and valid but wrong targets; images are too bright.
 
     Every target is another class, or, among targets that are floats, that of another sample.
@@ -142,17 +137,7 @@ class Poison(DataFault):
         seed: selects the wrong classes.
     """
 
-    factor: float = 100.0
-    length: int = 1
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("factor", self.factor)
-        check_at_least("length", self.length, 1)
-
-    def happens_at(self, number: int) -> bool:
-        return any(start <= number < start + self.length for start in self.at)
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         inputs = batch.inputs * self.factor if batch.inputs.is_floating_point() else batch.inputs

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.faults.planned import OnRank, check_at_least, check_number, local_shard, random_index, say
+from stabletrain.faults.planned import BadNumber, Multiplied, OnRank, local_shard, random_index, say
 from stabletrain.records import TrainState
 
 Undo = Callable[[], None]
@@ -76,11 +76,7 @@ class UpdateFault(StepFault):
 
     def on_another_rank(self, state: TrainState) -> list[Undo]:
         """Hooks the step without effect: an update with a hook is checked, and all ranks must check the same ones."""
-        return [state.optimizer.register_step_post_hook(no_effect).remove]
-
-
-def no_effect(*_: Any) -> None:
-    """A hook that does nothing."""
+        return [state.optimizer.register_step_post_hook(lambda *_: None).remove]
 
 
 def before_each_step(optimizer: Optimizer, act: Any) -> None:
@@ -118,7 +114,7 @@ def overwrite_(tensor: torch.Tensor, where: tuple[int, ...], value: float) -> No
 
 
 @dataclass(frozen=True)
-class Activation(StepFault):
+class Activation(BadNumber, StepFault):
     """One bad element in the output of a module, in the first micro-batch of the step.
 
     Attributes:
@@ -127,13 +123,8 @@ class Activation(StepFault):
         seed: selects the element.
     """
 
-    value: float = float("nan")
     module: str | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("value", self.value)
 
     def check(self, state: TrainState) -> None:
         chosen_module(state.model, self.module)
@@ -182,7 +173,7 @@ def chosen_module(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
 
 
 @dataclass(frozen=True)
-class Gradient(StepFault):
+class Gradient(BadNumber, StepFault):
     """One bad element in one gradient, written after the backward pass of the first micro-batch of the step.
 
     Attributes:
@@ -191,13 +182,8 @@ class Gradient(StepFault):
         seed: selects the element.
     """
 
-    value: float = float("nan")
     parameter: str | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("value", self.value)
 
     def check(self, state: TrainState) -> None:
         chosen_parameter(state.model, self.parameter)
@@ -222,7 +208,7 @@ class Gradient(StepFault):
 
 
 @dataclass(frozen=True)
-class LearningRate(UpdateFault):
+class LearningRate(Multiplied, UpdateFault):
     """Multiplies the learning rate for some ticks.
 
     Attributes:
@@ -230,20 +216,12 @@ class LearningRate(UpdateFault):
         length: number of consecutive ticks, beginning at each of `at`.
     """
 
-    factor: float = 100.0
-    length: int = 1
-
     returns = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("factor", self.factor)
-        check_at_least("length", self.length, 1)
         if not self.factor > 0:
             raise ConfigError(f"faults.factor={self.factor} is not above 0: 100 is the default")
-
-    def happens_at(self, number: int) -> bool:
-        return any(start <= number < start + self.length for start in self.at)
 
     def inject(self, state: TrainState, precision: Any) -> list[Undo]:
         tick, planned = state.executed_steps, []

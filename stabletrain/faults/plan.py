@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import reduce
 from typing import Any
 
 from stabletrain.errors import ConfigError, did_you_mean
@@ -47,21 +48,15 @@ class Plan(NoFaults):
 
     def data(self, data: Any) -> Any:
         """Returns the data with all faults in data."""
-        for fault in self.faults:
-            data = fault.data(data)
-        return data
+        return reduce(lambda data, fault: fault.data(data), self.faults, data)
 
     def checkpoints(self, checkpoints: Any) -> Any:
         """Returns the checkpoints with all faults in checkpoints."""
-        for fault in self.faults:
-            checkpoints = fault.checkpoints(checkpoints)
-        return checkpoints
+        return reduce(lambda checkpoints, fault: fault.checkpoints(checkpoints), self.faults, checkpoints)
 
     def wandb(self, wandb: Any) -> Any:
         """Returns W&B with all its faults."""
-        for fault in self.faults:
-            wandb = fault.wandb(wandb)
-        return wandb
+        return reduce(lambda wandb, fault: fault.wandb(wandb), self.faults, wandb)
 
     def state(self, state: TrainState, precision: Any) -> None:
         """Sets up all faults in steps."""
@@ -74,7 +69,9 @@ def planned(number: int, entry: Any) -> Planned:
     place = f"faults.faults[{number}]"
     if not isinstance(entry, Mapping) or "kind" not in entry:
         raise ConfigError(f"{place}={entry} has no kind: write {{kind: gradient, at: [30], value: nan}}")
-    kind, keys = entry["kind"], {key: as_number(value) for key, value in entry.items() if key != "kind"}
+    kind, keys = entry["kind"], {key: value for key, value in entry.items() if key != "kind"}
+    # YAML reads these as strings.
+    keys |= {key: float(value) for key, value in keys.items() if value in ("nan", "inf", "-inf")}
     if kind not in KINDS:
         raise ConfigError(
             f"{place}: kind={kind} is not a kind of fault{did_you_mean(str(kind), KINDS)}: {', '.join(KINDS)}"
@@ -90,8 +87,3 @@ def planned(number: int, entry: Any) -> Planned:
         return KINDS[kind](**keys)
     except ConfigError as error:
         raise ConfigError(f"{place}, {kind}: {error}") from None
-
-
-def as_number(value: Any) -> Any:
-    """Converts "nan", "inf" and "-inf", which YAML reads as strings, to numbers; returns other values unchanged."""
-    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -88,6 +88,43 @@ class OnRank(Planned):
         return self.rank is None or self.rank == int(os.environ.get("RANK", "0"))
 
 
+@dataclass(frozen=True)
+class BadNumber(OnRank):
+    """A fault that writes a number.
+
+    Attributes:
+        value: the number.
+    """
+
+    value: float = float("nan")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("value", self.value)
+
+
+@dataclass(frozen=True)
+class Multiplied(OnRank):
+    """A fault that multiplies values, at several planned numbers in a row.
+
+    Attributes:
+        factor: what they are multiplied by.
+        length: how many in a row, beginning at each of `at`.
+    """
+
+    factor: float = 100.0
+    length: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("factor", self.factor)
+        check_at_least("length", self.length, 1)
+
+    def happens_at(self, number: int) -> bool:
+        """Whether the fault happens at `number`, which may be later than one of `at`."""
+        return any(start <= number < start + self.length for start in self.at)
+
+
 def check_at_least(name: str, value: Any, lowest: int) -> None:
     """Raises ConfigError if `value` is neither None nor an integer of at least `lowest`."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < lowest):

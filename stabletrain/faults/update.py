@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from stabletrain.faults.bit_flip import check_where, chosen_tensor
 from stabletrain.faults.in_step import Undo, UpdateFault, chosen_parameter, overwrite_
-from stabletrain.faults.planned import check_number, local_shard, number_for, random_index, say
+from stabletrain.faults.planned import BadNumber, local_shard, number_for, random_index, say
 from stabletrain.records import TrainState
 
 
 @dataclass(frozen=True)
-class Update(UpdateFault):
+class Update(BadNumber, UpdateFault):
     """One bad element in a weight or a moment, written right after the optimizer's step.
 
     A step whose update is withheld has no such fault: the optimizer has written nothing.
@@ -28,14 +28,12 @@ class Update(UpdateFault):
         seed: selects the element.
     """
 
-    value: float = float("nan")
     where: str = "weight"
     parameter: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("value", self.value)
         check_where(self.where)
 
     def check(self, state: TrainState) -> None:

@@ -71,7 +71,8 @@ class Series:
         """
         self._note_regime(step, metrics.get("lr", math.nan))
         seen = {**metrics, **self._loss_rise()}
-        scaled = self._scaled(metrics.get("precision/loss_scale", 1.0))
+        # The loss is scaled in fp16: only then loss scale and headroom are signals.
+        scaled = metrics.get("precision/loss_scale", 1.0) != 1.0 or "loss_scale|" in self._series
         for signal in SIGNALS:
             if signal.name in ("loss_scale", "headroom") and not scaled:
                 continue
@@ -113,10 +114,6 @@ class Series:
         first, best = (self._losses[0], min(self._losses[1], mean)) if self._losses else (mean, mean)
         self._losses = [first, best]
         return {LOSS: (mean - best) / max(first - best, 1e-9) if first > best else 0.0}
-
-    def _scaled(self, scale: float) -> bool:
-        """Whether the loss is scaled, as in fp16: only then loss scale and headroom are signals."""
-        return scale != 1.0 or "loss_scale|" in self._series
 
     def _trends(self, now: Mapping[Key, float], step: int) -> tuple[dict[Key, float], ...]:
         """Returns heights ahead, steps of crossing, and slopes, of the series with enough looks for a trend."""

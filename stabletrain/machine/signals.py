@@ -3,8 +3,8 @@
 import signal
 import threading
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
-from types import FrameType, TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """Signals that ask a run to stop: Ctrl-C, the end of a job, and Slurm's notice that its time is almost up."""
@@ -36,7 +36,7 @@ class NoStopRequest(AbstractContextManager):
         """Does nothing."""
 
 
-class StopRequest:
+class StopRequest(ExitStack):
     """A context that records the last signal of `STOP_SIGNALS`. A second SIGINT raises KeyboardInterrupt at once.
 
     Attributes:
@@ -47,17 +47,12 @@ class StopRequest:
     agreed = ""
 
     def __init__(self) -> None:
+        super().__init__()
         self.name = ""
-        self._handling: AbstractContextManager[None] = handling(self.note)
 
     def __enter__(self) -> "StopRequest":
-        self._handling.__enter__()
+        self.enter_context(handling(self.note))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._handling.__exit__(kind, value, trace)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal."""

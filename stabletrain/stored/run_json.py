@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from stabletrain.stored.json_files import Count, Number, read_record
+from stabletrain.stored.json_files import Count, DamagedFile, Number, read_record
 
 RUN, SWEEP = "run.json", "sweep.json"
 
@@ -69,6 +69,14 @@ def read_run_record(folder: Path) -> RunRecord:
         DamagedFile: it cannot be used.
     """
     return read_record(folder / RUN, RunRecord)
+
+
+def run_record_or_empty(folder: Path) -> RunRecord:
+    """Returns the record of the run in a folder; empty if there is none, or it cannot be used."""
+    try:
+        return read_run_record(folder)
+    except DamagedFile:
+        return {}
 
 
 class SweepCommand(TypedDict):

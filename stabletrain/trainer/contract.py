@@ -25,6 +25,7 @@ from stabletrain.machine.hardware import flops_per_sample, meta_copy
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import Batch, reads_rows
 from stabletrain.stability.objective import CrossEntropy, Objective
+from stabletrain.weights.trained import output_of
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
 """Model sizes that are taken from the data if they are null in the model's option."""
@@ -84,11 +85,7 @@ class TakeLogits:
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> Any:
         """Returns the logits of `output`."""
         del model, inputs
-        if isinstance(output, Tensor):
-            return output
-        if isinstance(logits := getattr(output, "logits", None), Tensor):
-            return logits
-        return output[0] if isinstance(output, tuple) and output and isinstance(output[0], Tensor) else output
+        return output_of(output)
 
 
 def accept_output_(model: nn.Module, data: Any, objective: Objective) -> None:

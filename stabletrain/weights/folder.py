@@ -11,6 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from stabletrain.checkpoint.writer import sync
 from stabletrain.errors import ConfigError
 
 EXPORT_FILES = {
@@ -58,24 +59,15 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Generator[Path, None, 
         mode = hidden.stat().st_mode & 0o666  # the user's umask; some libraries make files that only the owner reads
         for file in hidden.iterdir():
             file.chmod(mode)
-            synchronise(file)
-        synchronise(hidden)
+            sync(file)
+        sync(hidden)
         check_place(path, overwrite=overwrite)  # another export may have finished in the meantime
         if path.exists():
             path.rename(older)
         hidden.rename(path)
-        synchronise(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
         if older.exists() and not path.exists():
             older.rename(path)
         shutil.rmtree(older, ignore_errors=True)
-
-
-def synchronise(path: Path) -> None:
-    """Flushes a file or a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -170,25 +170,24 @@ def from_transformers(tensors: Mapping[str, Tensor], *, tied: bool, where: str) 
     linear = {theirs: ours for ours, theirs in TRANSPOSED.items()}
     found: dict[str, Tensor] = {}
     for name, tensor in named.items():
-        block = BLOCK.fullmatch(name)
-        module, _, kind = name.rpartition(".")
         if MASK.fullmatch(name):
             continue
+        module, _, kind = name.rpartition(".")
+        block = BLOCK.fullmatch(name)
+        inner, ours = (block[2], f"blocks.{block[1]}.") if block else (module, "")
         if tensor.ndim > 2:
             found[name] = tensor  # no GPT-2 has it
         elif name == "lm_head.weight":
             found["head.weight"] = tensor
-        elif block and block[2] == FUSED:
+        elif block and inner == FUSED:
             if tensor.shape[-1] % len(QUERY_KEY_VALUE):
                 raise ConfigError(f"{where}: {name} of shape {list(tensor.shape)} is not query, key and value")
             for part, piece in zip(QUERY_KEY_VALUE, tensor.chunk(len(QUERY_KEY_VALUE), dim=-1), strict=True):
-                found[f"blocks.{block[1]}.{part}.{kind}"] = piece.t().clone(memory_format=torch.contiguous_format)
-        elif block and block[2] in linear:
-            found[f"blocks.{block[1]}.{linear[block[2]]}.{kind}"] = tensor.t().contiguous()
-        elif block and block[2] in back:
-            found[f"blocks.{block[1]}.{back[block[2]]}.{kind}"] = tensor
+                found[f"{ours}{part}.{kind}"] = piece.t().clone(memory_format=torch.contiguous_format)
+        elif block and inner in linear:
+            found[f"{ours}{linear[inner]}.{kind}"] = tensor.t().contiguous()
         else:
-            found[f"{back[module]}.{kind}" if module in back else name] = tensor
+            found[f"{ours}{back[inner]}.{kind}" if inner in back else name] = tensor
     return found
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from stabletrain.checkpoint import folder, reader
 from stabletrain.errors import ConfigError
 from stabletrain.weights import files, gpt2
@@ -61,8 +59,7 @@ class Source:
             return reader.peek(self.path).load_model()
         if self.kind == "gpt2":
             return dict(gpt2.read(self.path)[1])
-        tensors: dict[str, Tensor] = files.read(self.path, list(self.files))
-        return dict(tensors)
+        return dict(files.read(self.path, list(self.files)))
 
     def record(self) -> dict[str, Any]:
         """Returns what `run.json` and W&B record."""

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stabletrain import buffers
+from stabletrain.buffers import same_bits
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.stored.json_files import check_type
 from stabletrain.weights.files import CONFIG, EXPORT_FORMAT, ONE_FILE, config_in
@@ -41,7 +41,7 @@ class Safetensors(Format):
         (folder / CONFIG).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         found = load_file(folder / ONE_FILE)
         for name, tensor in trained.model.state_dict().items():
-            if not same_bits(found[name], tensor):
+            if found[name].dtype != tensor.dtype or not same_bits(found[name], tensor):
                 raise StabletrainError(f"{name} differs after reading it back; nothing was written: is the disk sound?")
         return Written(
             f"all {len(found)} tensors have the same bits when they are read back",
@@ -56,11 +56,6 @@ def save(tensors: Mapping[str, Tensor], file: Path, origin: Mapping[str, str]) -
     """Writes tensors, contiguous and without shared memory; `origin` goes into the header."""
     plain = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     save_file(plain, file, metadata={"format": "pt", **origin})
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have the same dtype, shape and bits."""
-    return one.dtype == other.dtype and buffers.same_bits(one, other)
 
 
 def is_folder(folder: Path) -> bool:

@@ -13,8 +13,7 @@ from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import read_run
 from stabletrain.data.order import position
 from stabletrain.stored.files import read_words
-from stabletrain.stored.json_files import DamagedFile
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_json import run_record_or_empty
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.job import NOT_FINITE
@@ -111,10 +110,7 @@ class Outcome:
 
 def is_over(folder: Path, stop: int) -> bool:
     """Whether the arm in a folder has reached a step, or has ended for good before it."""
-    try:
-        record = read_run_record(folder)
-    except DamagedFile:
-        return False
+    record = run_record_or_empty(folder)
     status, done = record.get("status"), record.get("final", {}).get("steps")
     if status in ("halted", "finished") or str(record.get("reason") or "").startswith(NOT_FINITE):
         return True

@@ -44,12 +44,9 @@ def main() -> int:
             raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
         for number, (job, text) in enumerate(zip(jobs, scripts, strict=True)):
             submit(job, text, runs.record, submitted=number)
-    except StabletrainError as error:
+    except (StabletrainError, OSError) as error:
         say(f"slurm/launch.sh: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        say(f"slurm/launch.sh: {error}", file=sys.stderr)
-        return 1
+        return getattr(error, "exit_code", 1)
     say(f"runs     {runs.folder}")
     if len(runs.overrides) * len(cards) > 1:
         say(f"then     stabletrain compare {shlex.quote(str(runs.folder))}")

@@ -74,20 +74,8 @@ def read_array(chosen: argparse.Namespace) -> ArmJob | None:
                 raise ConfigError(f"{option} {getattr(chosen, name)}: the arms run on this machine; fix: add --slurm")
         return None
     check_checkout("run its `stabletrain whatif --slurm`")
-    request = Request(
-        cards=[chosen.gpu],
-        nodes=1,
-        gpus=1,
-        time=chosen.time,
-        partition=chosen.partition,
-        account=chosen.account,
-        name=chosen.name,
-        parallel_jobs=chosen.jobs,
-        max_requeues=chosen.max_requeues,
-        dry_run=chosen.list,
-        cluster=chosen.cluster,
-        arguments=Arguments([], []),
-    )
+    own = {"cards": [chosen.gpu], "parallel_jobs": chosen.jobs, "dry_run": chosen.list}
+    request = Request.of(chosen, nodes=1, gpus=1, arguments=Arguments([], []), **own)
     found = ArmJob(read_cluster(chosen.cluster, chosen.gpu), request)
     found.script(chosen.run, [chosen.run])  # what cannot be submitted is refused before anything is written
     if not chosen.list and not has_slurm():

@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from stabletrain.config.arguments import Arguments, parse_arguments
+from stabletrain.config.arguments import CONFIG_OPTIONS, Arguments, parse_arguments
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.program import in_checkout
 from stabletrain.stored.files import read_file
@@ -157,9 +157,6 @@ TIME_FORMATS = re.compile(
 )
 """Slurm's time formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, and so on."""
 
-PASSED_ON_OPTIONS = {"--config-dir": "-cd", "--config-name": "-cn", "--config-path": "-cp"}
-"""Hydra options that are passed on to `train.py`."""
-
 EXAMPLES = """\
 one job           slurm/launch.sh --gpu a100 --time 8:00:00 precision=bf16 stability=zloss_qknorm
 two nodes of four slurm/launch.sh --gpu h100 --nodes 2 --gpus-per-node 4 model=gpt2 batch_size=512
@@ -200,6 +197,12 @@ class Request:
     dry_run: bool
     cluster: Path
     arguments: Arguments
+
+    @classmethod
+    def of(cls, typed: argparse.Namespace, **more: Any) -> "Request":
+        """Returns the request of a parsed command line, and of `more`, which takes precedence."""
+        found = vars(typed) | more
+        return cls(**{field.name: found[field.name] for field in fields(cls)})
 
     def processes(self, customary: str) -> int:
         """Returns the number of processes per node, one per GPU; `customary` is cluster.conf's number."""
@@ -269,12 +272,12 @@ def parser() -> Parser:
     one = at_least(1)
     made.add_argument("--gpu", default="any", metavar="CARD[,CARD]", help="a section of cluster.conf; several with -m")
     made.add_argument("--nodes", type=one, default=1, metavar="N", help="nodes per run (1)")
-    made.add_argument("--gpus-per-node", type=one, metavar="G", help="GPUs per node (cluster.conf)")
+    made.add_argument("--gpus-per-node", dest="gpus", type=one, metavar="G", help="GPUs per node (cluster.conf)")
     add_job_options(made)
     made.add_argument("--parallel-jobs", type=one, metavar="N", help="with -m: parallel runs per GPU type")
     made.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
     made.add_argument("-m", "--multirun", action="store_true", help="every combination of comma-separated values")
-    for long, short in PASSED_ON_OPTIONS.items():
+    for long, short in CONFIG_OPTIONS.items():  # passed on to `train.py`
         made.add_argument(short, long, action="append", help=argparse.SUPPRESS)
     made.add_argument("overrides", nargs="*", help="what train.py takes: precision=bf16, optimizer.lr=1e-3")
     return made
@@ -311,20 +314,7 @@ def read_request(typed: Sequence[str]) -> Request:
             f"--parallel-jobs {found.parallel_jobs}: without -m there is one job: leave it out, or add -m"
         )
     options = ["-m"] if found.multirun else []
-    for long in PASSED_ON_OPTIONS:
+    for long in CONFIG_OPTIONS:
         for value in getattr(found, long[2:].replace("-", "_")) or []:
             options += [long, value]
-    return Request(
-        cards=cards,
-        nodes=found.nodes,
-        gpus=found.gpus_per_node,
-        time=found.time,
-        partition=found.partition,
-        account=found.account,
-        name=found.name,
-        parallel_jobs=found.parallel_jobs,
-        max_requeues=found.max_requeues,
-        dry_run=found.dry_run,
-        cluster=found.cluster,
-        arguments=parse_arguments([*options, *found.overrides]),
-    )
+    return Request.of(found, cards=cards, arguments=parse_arguments([*options, *found.overrides]))

@@ -16,8 +16,7 @@ from stabletrain.cli.slurm.request import Card
 from stabletrain.cli.sweep.plan import grid
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import check, check_ranks
-from stabletrain.config.error_texts import explain
-from stabletrain.config.jobs import hydra
+from stabletrain.config.jobs import explained, hydra
 from stabletrain.config.make import plain
 from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import ConfigError
@@ -63,21 +62,14 @@ def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Pat
         ConfigError: a run is invalid, or changes what a resume cannot; the message says what is wrong, and in a sweep,
             with which run.
     """
-    try:
-        with hydra(arguments, conf_folder()) as name:
-            if not arguments.sweeps:
-                folder, notes = checked_run(name, arguments.overrides, cards, resumed)
-                return Runs(folder, [arguments.overrides], None, notes)
-            return sweep_runs(name, arguments, cards, resumed)
-    except ConfigError:
-        raise
-    except Exception as error:
-        if (message := explain(error, conf_folder(), arguments)) is None:
-            raise
-        raise ConfigError(message) from error
+    with explained(arguments, conf_folder()), hydra(arguments, conf_folder()) as name:
+        if not arguments.sweeps:
+            folder, notes = checked_run(name, arguments.overrides, cards, resumed)
+            return Runs(folder, [arguments.overrides], None, notes)
+        return sweep_runs(name, arguments, cards, resumed)
 
 
-def sweep_runs(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> Runs:
+def sweep_runs(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path]) -> Runs:
     """Expands and checks the runs of a sweep."""
     found = grid(name, arguments.overrides)
     sweep, runs = found.cfg, found.runs
@@ -94,18 +86,16 @@ def sweep_runs(name: str, arguments: Arguments, cards: Mapping[str, int], resume
     said: dict[str, None] = {}
     for number, run in enumerate(runs):
         try:
-            _, notes = checked_run(name, run, cards, [folder / str(number) for folder in resumed])
-        except Exception as error:
-            message = str(error) if isinstance(error, ConfigError) else explain(error, conf_folder(), arguments)
-            if message is None:
-                raise
-            raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {message}") from error
+            with explained(arguments, conf_folder()):
+                _, notes = checked_run(name, run, cards, [folder / str(number) for folder in resumed])
+        except ConfigError as error:
+            raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {error}") from error
         said |= dict.fromkeys(notes)
     return Runs(Path(sweep.hydra.sweep.dir), runs, sweep, list(said))
 
 
 def checked_run(
-    name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path] = ()
+    name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path]
 ) -> tuple[Path, list[str]]:
     """Composes one run's configuration, and applies the checks of `train.py`.
 

@@ -69,7 +69,9 @@ def first_lines(job: Job, request: Request, writer: str) -> list[str]:
     gpus = request.processes(job.card.gpus_per_node)
     if bad := set("'\"\\\n") & set(str(job.folder)):
         raise ConfigError(f"the run folder {job.folder} has {sorted(bad)[0]!r} in its name: choose one without")
-    lines = ["#!/usr/bin/env bash", f"# {title(job, request, gpus)}; written by {writer}."]
+    runs = f"{len(job.tasks)} runs" if job.tasks else "One run"
+    size = f"{request.nodes} x {gpus} processes each"
+    lines = ["#!/usr/bin/env bash", f"# {runs} on {job.card.name}, {size}; written by {writer}."]
     lines += [f"#SBATCH {option}" for option in sbatch_options(job, request, gpus)]
     return [*lines, "set -e", *environment(job.card)]
 
@@ -102,12 +104,6 @@ def environment(card: Card) -> list[str]:
     # an environment that brings its own Python must not run with the one that submits
     activated = '[[ $(command -v python) == "$submitted" ]] || python=python'
     return ["submitted=$(command -v python || true)", *lines, python, activated]
-
-
-def title(job: Job, request: Request, gpus: int) -> str:
-    """Returns a one-line description of the job."""
-    runs = f"{len(job.tasks)} runs" if job.tasks else "One run"
-    return f"{runs} on {job.card.name}, {request.nodes} x {gpus} processes each"
 
 
 def sbatch_options(job: Job, request: Request, gpus: int) -> list[str]:

@@ -95,11 +95,9 @@ def closing(sweep: Sweep) -> str:
     records = sweep.records()
     ends = Counter(str(record.get("status")) for _, record in records)
     missing = (sweep.count or 0) - len(records)
-    ended = ", ".join(f"{count} {status}" for status, count in ends.most_common())
-    begun = [ended] if ended else []
-    count = sweep.count or len(records)
-    lines = [f"sweep    {count} runs, {', '.join(begun + ([f'{missing} not started'] if missing > 0 else []))}"]
-    lines[0] += f", in {sweep.folder}"
+    parts = [f"{count} {status}" for status, count in ends.most_common()]
+    parts += [f"{missing} not started"] if missing > 0 else []
+    lines = [f"sweep    {sweep.count or len(records)} runs, {', '.join(parts)}, in {sweep.folder}"]
     best = min(records, key=lambda named: loss_of(named[1]), default=("", {}))
     if len(records) > 1 and math.isfinite(loss_of(best[1])):
         varied = sweep.varied(best[1].get("overrides", []))
