@@ -102,10 +102,12 @@ class RankShard:
                 temporary.rename(temporary.with_name(f"{failed_prefix(temporary)}{rank}-{number}"))
             raise
 
-    def publish(
-        self, folder: Path, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
-    ) -> tuple[Path, str | None]:
+    def publish(self, folder: Path, about: Mapping[str, Any]) -> tuple[Path, str | None]:
         """Writes rank 0's files, waits for the other ranks' and publishes the checkpoint. Called by rank 0.
+
+        Args:
+            folder: the folder of checkpoints.
+            about: `step`, `healthy`, `val_loss`, `info`.
 
         Returns:
             the path, and why a checkpoint believed healthy is not; else None.
@@ -117,7 +119,7 @@ class RankShard:
         temporary = self.place.temporary
         try:
             try:
-                self.write(healthy)
+                self.write(about["healthy"])
             except OSError as error:
                 raise self._failure(error) from error
             notes = self._notes()
@@ -133,8 +135,8 @@ class RankShard:
             for left in (temporary, *temporary.parent.glob(f"{failed_prefix(temporary)}*")):
                 writer.delete(left)
             raise
-        about = {"step": step, "healthy": healthy and bad is None, "val_loss": val_loss, "info": info}
-        return writer.publish(temporary, folder, PARTED, about, files), bad
+        judged = {**about, "healthy": about["healthy"] and bad is None}
+        return writer.publish(temporary, folder, PARTED, judged, files), bad
 
     def _unsound(self) -> str | None:
         """Returns why the first bad tensor among this rank's weights, buffers and moments is bad; None if none is."""

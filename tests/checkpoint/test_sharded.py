@@ -46,7 +46,7 @@ def test_the_shards_of_all_ranks_make_up_the_whole_state(folder, count):
     first, *others = shards(folder, count)
     for other in others:
         other.write(healthy=True)
-    path, bad = first.publish(folder, **ABOUT)
+    path, bad = first.publish(folder, ABOUT)
     assert (path, bad) == (folder / "step-00000007", None)
     assert names(folder) == ["step-00000007"]
     found = verify(path)
@@ -63,7 +63,7 @@ def test_rank_0_publishes_after_the_last_rank_has_written(folder):
     first, second = shards(folder)
     timer = threading.Timer(0.1, second.write, [True])
     timer.start()
-    path, _ = first.publish(folder, **ABOUT)
+    path, _ = first.publish(folder, ABOUT)
     timer.join()
     assert torch.equal(peek(path).load_model()["w"], WEIGHTS)
 
@@ -88,7 +88,7 @@ def test_if_a_rank_cannot_write_the_checkpoint_fails_and_the_error_names_the_ran
         second.write(healthy=True)
     monkeypatch.setattr(writer, "write_file", write_file)
     with pytest.raises(OSError, match=f"rank 1: {said}") as refused:
-        first.publish(folder, **ABOUT)
+        first.publish(folder, ABOUT)
     assert refused.value.errno == (getattr(error, "errno", None) or errno.EIO)
     assert names(folder) == []
 
@@ -96,12 +96,12 @@ def test_if_a_rank_cannot_write_the_checkpoint_fails_and_the_error_names_the_ran
 def test_a_failure_of_rank_0_is_raised_and_keeps_the_older_checkpoint(folder, monkeypatch):
     first, second = shards(folder)
     second.write(healthy=True)
-    first.publish(folder, **ABOUT)
+    first.publish(folder, ABOUT)
     first, second = shards(folder, weights=-WEIGHTS)
     second.write(healthy=True)
     monkeypatch.setattr(writer, "write_file", lambda *_: os.stat("/nowhere"))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        first.publish(folder, **ABOUT)
+        first.publish(folder, ABOUT)
     assert names(folder) == ["step-00000007"]
     assert torch.equal(verify(folder / "step-00000007").load_model()["w"], WEIGHTS)
 
@@ -118,7 +118,7 @@ def test_waiting_for_a_missing_shard_is_bounded(folder, monkeypatch, bound):
     else:
         monkeypatch.setattr(sharded, bound, 0.05)
     with pytest.raises(OSError, match="rank 1 has not written its part within 0 s") as refused:
-        first.publish(folder, **ABOUT)
+        first.publish(folder, ABOUT)
     assert refused.value.errno == errno.ETIMEDOUT
     assert names(folder) == []
 
@@ -130,7 +130,7 @@ def test_a_non_finite_weight_in_any_shard_makes_the_checkpoint_unhealthy(folder,
     weights[-1 if rank else 0] = value
     first, second = shards(folder, weights=weights)
     second.write(healthy=True)
-    path, bad = first.publish(folder, **ABOUT)
+    path, bad = first.publish(folder, ABOUT)
     assert bad == "w is not finite"
     assert not verify(path).healthy
 
@@ -141,7 +141,7 @@ def test_a_negative_second_moment_in_any_shard_makes_the_checkpoint_unhealthy(fo
     monkeypatch.setitem(MOMENTS, "exp_avg_sq", damaged)
     first, second = shards(folder)
     second.write(healthy=True)
-    path, bad = first.publish(folder, **ABOUT)
+    path, bad = first.publish(folder, ABOUT)
     assert bad == "optimizer/w/exp_avg_sq is negative"
     assert not peek(path).healthy
 
@@ -149,7 +149,7 @@ def test_a_negative_second_moment_in_any_shard_makes_the_checkpoint_unhealthy(fo
 def test_a_checkpoint_declared_unhealthy_is_not_inspected(folder):
     first, second = shards(folder, weights=WEIGHTS * math.nan)
     second.write(healthy=False)
-    path, bad = first.publish(folder, **{**ABOUT, "healthy": False})
+    path, bad = first.publish(folder, {**ABOUT, "healthy": False})
     assert bad is None
     assert not peek(path).healthy
 
