@@ -15,8 +15,6 @@ import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
-from stabletrain.buffers import as_bytes
-
 WIDTH = 512
 """Integers in a row of a grid: 4 KiB."""
 
@@ -89,10 +87,7 @@ class Checksums:
 
     def _gathered(self) -> Int64[Tensor, "rows width"]:
         """Copies the small tensors into one grid."""
-        views = (
-            each if each.dtype == torch.uint8 and each.ndim == 1 else as_bytes(each.contiguous())
-            for each in self._small
-        )
+        views = (each if each.dtype == torch.uint8 and each.ndim == 1 else flat(each) for each in self._small)
         return torch.cat([*views, self._padding]).view(torch.int64).view(-1, WIDTH)
 
     def changed(self, before: Sequence[int], after: Sequence[int]) -> list[tuple[str, int, int]]:
@@ -139,10 +134,15 @@ def merged(parts: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
 def memory(tensor: Tensor) -> UInt8[Tensor, " bytes"] | None:
     """Returns a view of a tensor's bytes in the order of memory; None if they have gaps."""
     if tensor.is_contiguous():
-        return as_bytes(tensor)
+        return flat(tensor)
     size = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length != 1 and stride != size:
             return None
         size *= length
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def flat(tensor: Tensor) -> UInt8[Tensor, " bytes"]:
+    """Returns the bytes of a tensor in order; a copy of them if its memory has gaps."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

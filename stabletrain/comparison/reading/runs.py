@@ -23,8 +23,7 @@ from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.stored.diagnosis import read_diagnosis
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.lines import is_event
-from stabletrain.stored.run_json import read_run_record
-from stabletrain.tracking.metrics import numbers
+from stabletrain.tracking.run_folder import usable_record
 
 SIGNS = ("run.json", "metrics.jsonl", ".hydra")
 """A folder that contains one of these is a run folder. A run that was rejected at startup has only `.hydra`."""
@@ -256,16 +255,11 @@ def read_run(folder: Path) -> Run:
 
 def read_record(file: Path) -> tuple[dict[str, Any], str | None]:
     """Returns what can be used of a `run.json`, and what is wrong with it. Missing nested mappings become empty."""
-    record: dict[str, Any] = {}
-    damage = None
-    try:
-        record = numbers(dict(read_run_record(file.parent)))
-    except DamagedFile as error:
-        record, damage = numbers(error.usable), str(error).removeprefix(f"{file.parent}/")
+    record, error = usable_record(file.parent)
     for name in ("choices", "hardware", "model", "final", "data", "versions"):
         if not isinstance(record.get(name), dict):
             record[name] = {}
-    return record, damage
+    return record, None if error is None else str(error).removeprefix(f"{file.parent}/")
 
 
 def parsed_overrides(record: dict[str, Any]) -> dict[str, str]:
