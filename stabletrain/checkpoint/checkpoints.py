@@ -19,7 +19,7 @@ from stabletrain.checkpoint.folder import Folder, OnEvent, Verify, kept, reason_
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint, verify
 from stabletrain.checkpoint.sharded import RankShard
-from stabletrain.checkpoint.tree import ShardTarget, ShardWriters, Tree, flatten, to_host, unsharded
+from stabletrain.checkpoint.tree import ShardWriters, Tree, flatten, to_host, unsharded
 from stabletrain.checkpoint.writer import FileContent, FullState
 from stabletrain.errors import ConfigError
 from stabletrain.printable import warn
@@ -136,12 +136,11 @@ class Checkpoints(NoCheckpoints):
             temporary = writers.ask_main(lambda: self._begin(step))
             if temporary is None:  # reported already
                 return
-            place = ShardTarget(temporary, writers.rank, writers.count, writers.patience)
-            content = RankShard(place, tree, self._background.ending, self.write_file)
+            content = RankShard(temporary, writers, tree, self._background.ending, self.write_file)
         about = {"step": step, "info": to_host(dict(info)), "healthy": healthy, "val_loss": val_loss}
         work = partial(self._attempt, step, content, about, anchors, here)
         # Rank 0 alone publishes a sharded checkpoint, reports it, and deletes old ones.
-        if isinstance(content, RankShard) and content.place.rank > 0:
+        if isinstance(content, RankShard) and content.writers.rank > 0:
             work = partial(write_shard, content, healthy)
         self._background.start(work, f"checkpoint-{step}")
 

@@ -8,7 +8,6 @@ the skeleton to JSON, so a checkpoint needs no pickle. A key that begins with `$
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -143,20 +142,6 @@ class ShardWriters(NamedTuple):
     count: int
     patience: float
     ask_main: Callable[[Callable[[], Any]], Any]
-
-
-class ShardTarget(NamedTuple):
-    """Where the ranks write a checkpoint of a sharded state.
-
-    Attributes:
-        temporary: a hidden folder, visible to all ranks.
-        rank, count, patience: see `ShardWriters`.
-    """
-
-    temporary: Path
-    rank: int
-    count: int
-    patience: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from stabletrain.checkpoint import sharded, writer
 from stabletrain.checkpoint.reader import peek, verify
 from stabletrain.checkpoint.sharded import RankShard, begin, note_of
-from stabletrain.checkpoint.tree import ShardTarget
+from stabletrain.checkpoint.tree import ShardWriters
 from stabletrain.checkpoint.writer import write_file
 from tests.checkpoint.given import as_rank
 
@@ -33,7 +33,8 @@ def shards(folder, count=2, weights=WEIGHTS, ending=None):
         with as_rank(rank, count) as shard:
             state = {"w": {name: shard(moment) for name, moment in MOMENTS.items()}}
             tree = {"model": {"w": shard(weights), "b": torch.ones(1)}, "optimizer": {"state": state}, "step": 7}
-            found.append(RankShard(ShardTarget(temporary, rank, count), tree, ending or threading.Event(), write_file))
+            writers = ShardWriters(rank, count, math.inf, lambda question: question())
+            found.append(RankShard(temporary, writers, tree, ending or threading.Event(), write_file))
     return found
 
 
@@ -114,7 +115,7 @@ def test_waiting_for_a_missing_shard_is_bounded(folder, monkeypatch, bound):
         ending.set()
     first, _ = shards(folder, ending=ending)
     if bound == "patience":
-        first.place = first.place._replace(patience=0.05)
+        first.writers = first.writers._replace(patience=0.05)
     else:
         monkeypatch.setattr(sharded, bound, 0.05)
     with pytest.raises(OSError, match="rank 1 has not written its part within 0 s") as refused:
@@ -156,15 +157,15 @@ def test_a_checkpoint_declared_unhealthy_is_not_inspected(folder):
 
 def test_a_rank_writes_its_note_last_and_lists_its_files(folder):
     _, second = shards(folder)
-    assert not note_of(second.place.temporary, 1).exists()
+    assert not note_of(second.temporary, 1).exists()
     second.write(healthy=True)
-    note = json.loads(note_of(second.place.temporary, 1).read_text())
+    note = json.loads(note_of(second.temporary, 1).read_text())
     assert note["bad"] is None
     assert {*note["files"]} == {
         f"{part}/shard-00002-model-00001-of-00001.safetensors" for part in ("model", "training")
     }
     for name, entry in note["files"].items():
-        assert (second.place.temporary / name).stat().st_size == entry["bytes"]
+        assert (second.temporary / name).stat().st_size == entry["bytes"]
 
 
 def test_each_attempt_starts_in_its_own_empty_folder(folder):

@@ -191,12 +191,9 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
         "panels": charts.panels(curves.values()),
         "sensitivity": {"arms": arms} if arms else None,
     }
-    settings = [(c, str(column["title"])) for c, column in enumerate(columns) if column.get("setting")]
-    others = [
-        (c, str(column["title"]))
-        for c, column in enumerate(columns)
-        if column["title"] in ("card", "precision", "status")
-    ]
+    titles = [(c, str(column["title"])) for c, column in enumerate(columns)]
+    settings = [(c, title) for c, title in titles if columns[c].get("setting")]
+    others = [(c, title) for c, title in titles if title in ("card", "precision", "status")]
     return page(
         "comparison/pages/templates/comparison.html",
         scripts=SCRIPTS,
