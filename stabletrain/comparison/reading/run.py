@@ -242,6 +242,13 @@ class Run(Events):
         """Returns the rolled-back values of a metric, a curve per rollback or healing, in the order of execution."""
         return self._curves[1].get(name, [])
 
+    def applied_and_skipped_losses(self) -> tuple[Curve, Curve]:
+        """Returns two curves of all logged training losses: one of the applied steps, and one of the skipped steps."""
+        steps, losses = self.curve("train/loss", -1)
+        gates, applied = self.curve("guard/applied", -1)
+        skipped = np.isin(steps, gates[applied == 0])
+        return (steps[~skipped], losses[~skipped]), (steps[skipped], losses[skipped])
+
     def _below(self, name: str) -> list[Range]:
         return [each for key, each in self.ranges.items() if key == name or key.startswith(f"{name}/")]
 
