@@ -56,12 +56,9 @@ class Checksums:
         end = 0
         for name, tensor in tensors.items():
             data = memory(tensor)
-            cut = (
-                0
-                if data is None or len(data) < LARGE_BYTES or data.storage_offset() % 8
-                else len(data) // ROW_BYTES * ROW_BYTES
-            )
-            if data is not None and cut:
+            cut = 0
+            if data is not None and len(data) >= LARGE_BYTES and data.storage_offset() % 8 == 0:
+                cut = len(data) // ROW_BYTES * ROW_BYTES
                 self._large.append(data[:cut].view(torch.int64).view(-1, WIDTH))
                 self._spans.append([Span(name, 0, 0, cut)])
             size = tensor.numel() * tensor.element_size()
@@ -136,17 +133,16 @@ def merged(parts: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
 
 def memory(tensor: Tensor) -> UInt8[Tensor, " bytes"] | None:
     """Returns a view of a tensor's bytes in the order of memory; None if they have gaps."""
-    tensor = tensor.detach()
     if tensor.is_contiguous():
-        return tensor.view(-1).view(torch.uint8)
+        return flat(tensor)
     size = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length != 1 and stride != size:
             return None
         size *= length
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def flat(tensor: Tensor) -> UInt8[Tensor, " bytes"]:
-    """Returns a copy of the bytes of a tensor whose memory has gaps."""
+    """Returns the bytes of a tensor in order; a copy of them if its memory has gaps."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -201,30 +201,26 @@ def _check_model(saved: Mapping[str, Any], state: TrainState) -> None:
     for name in [*saved, *live]:
         if name not in live or name not in saved:
             has, lacks = ("checkpoint", "model") if name in saved else ("model", "checkpoint")
-            raise ConfigError(
-                f"the checkpoint does not fit the model: '{name}' is in the {has}, not in the {lacks}: {FIX}"
-            )
+            raise misfit("the model", f"'{name}' is in the {has}, not in the {lacks}")
         if isinstance(saved[name], Tensor | Piece) and saved[name].shape != live[name].shape:
-            raise ConfigError(
-                f"the checkpoint does not fit the model: '{name}' is {list(saved[name].shape)} in the "
-                f"checkpoint and {list(live[name].shape)} in the model: {FIX}"
-            )
+            then, now = list(saved[name].shape), list(live[name].shape)
+            raise misfit("the model", f"'{name}' is {then} in the checkpoint and {now} in the model")
 
 
 def _check_optimizer(tree: Tree, state: TrainState) -> None:
     names, optimizer = _names(state), state.optimizer
     kind, saved, live = type(optimizer).__name__, tree["param_groups"], optimizer.param_groups
+    what = f"optimizer {kind}"
     if tree["kind"] != kind:
-        raise ConfigError(f"the checkpoint does not fit optimizer {kind}: it holds the state of {tree['kind']}: {FIX}")
+        raise misfit(what, f"it holds the state of {tree['kind']}")
     if len(saved) != len(live):
-        raise ConfigError(
-            f"the checkpoint does not fit optimizer {kind}: it has {len(saved)} parameter groups, "
-            f"the optimizer {len(live)}: {FIX}"
-        )
+        raise misfit(what, f"it has {len(saved)} parameter groups, the optimizer {len(live)}")
     for i, (then, now) in enumerate(zip(saved, live, strict=True)):
         differ = set(then["params"]) ^ {names[p] for p in now["params"]}
         if differ:
-            raise ConfigError(
-                f"the checkpoint does not fit optimizer {kind}: '{min(differ)}' is in parameter group {i} of "
-                f"only one of them: {FIX}"
-            )
+            raise misfit(what, f"'{min(differ)}' is in parameter group {i} of only one of them")
+
+
+def misfit(what: str, difference: str) -> ConfigError:
+    """Returns the error of a checkpoint that does not fit the model or the optimizer."""
+    return ConfigError(f"the checkpoint does not fit {what}: {difference}: {FIX}")

@@ -19,7 +19,7 @@ from stabletrain.checkpoint.folder import Folder, OnEvent, Verify, kept, reason_
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint, verify
 from stabletrain.checkpoint.sharded import RankShard
-from stabletrain.checkpoint.tree import ShardTarget, ShardWriters, Tree, flatten, to_host, unsharded
+from stabletrain.checkpoint.tree import ShardWriters, Tree, flatten, to_host, unsharded
 from stabletrain.checkpoint.writer import FileContent, FullState
 from stabletrain.errors import ConfigError
 from stabletrain.printable import warn
@@ -136,11 +136,11 @@ class Checkpoints(NoCheckpoints):
             temporary = writers.ask_main(lambda: self._begin(step))
             if temporary is None:  # reported already
                 return
-            place = ShardTarget(temporary, writers.rank, writers.count, writers.patience)
-            content = RankShard(place, tree, self._background.ending, self.write_file)
-        work = partial(self._attempt, step, content, to_host(dict(info)), healthy, val_loss, anchors, here)
+            content = RankShard(temporary, writers, tree, self._background.ending, self.write_file)
+        about = {"step": step, "info": to_host(dict(info)), "healthy": healthy, "val_loss": val_loss}
+        work = partial(self._attempt, step, content, about, anchors, here)
         # Rank 0 alone publishes a sharded checkpoint, reports it, and deletes old ones.
-        if isinstance(content, RankShard) and content.place.rank > 0:
+        if isinstance(content, RankShard) and content.writers.rank > 0:
             work = partial(write_shard, content, healthy)
         self._background.start(work, f"checkpoint-{step}")
 
@@ -166,28 +166,23 @@ class Checkpoints(NoCheckpoints):
 
     def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
         """Returns the newest checkpoint that verifies; see `Folder.newest`."""
-        self.wait()
-        return self._open_folder().newest(healthy_only=healthy_only, at_most=at_most)
+        return self._written().newest(healthy_only=healthy_only, at_most=at_most)
 
     def oldest(self) -> Checkpoint | None:
         """Returns the oldest healthy checkpoint that verifies."""
-        self.wait()
-        return self._open_folder().oldest()
+        return self._written().oldest()
 
     def reaches(self, step: int) -> bool:
         """Returns whether a checkpoint of `step` or an earlier step passes `reader.peek`."""
-        self.wait()
-        return any(checkpoint.step <= step for checkpoint in self._open_folder().known())
+        return any(checkpoint.step <= step for checkpoint in self._written().known())
 
     def preferred(self) -> Checkpoint | None:
         """Returns the checkpoint to resume from; see `Folder.preferred`."""
-        self.wait()
-        return self._open_folder().preferred()
+        return self._written().preferred()
 
     def best(self) -> Checkpoint | None:
         """Returns the checkpoint with the lowest validation loss among the healthy ones that verify."""
-        self.wait()
-        return self._open_folder().best()
+        return self._written().best()
 
     def accept(self, found: Checkpoint, fault: str) -> bool:
         """Returns whether a checkpoint's state could be used; if not, `newest` and `preferred` skip it from now on."""
@@ -200,8 +195,7 @@ class Checkpoints(NoCheckpoints):
 
         If none at or before `step` is healthy, the newest healthy one after it is kept until another has been written.
         """
-        self.wait()
-        folder = self._open_folder()
+        folder = self._written()
         healthy = folder.newest(healthy_only=True, at_most=step, again=False)  # training waits for this
         if healthy is None:
             folder.newest(healthy_only=True, again=False)  # finds damaged ones, so that a sound one is kept
@@ -225,8 +219,11 @@ class Checkpoints(NoCheckpoints):
             fields = self._write(step, *arguments)
         except OSError as error:  # other exceptions are bugs: `wait` raises them
             self._failed(step, error)
-        else:
-            self._succeeded(step, fields)
+            return
+        if self._reason:
+            warn(f"checkpoints are written again, from step {step} on")
+        self._reason = ""
+        self._open_folder().report("checkpoint", step, fields)
 
     def _failed(self, step: int, error: OSError) -> None:
         self.failed += 1
@@ -238,26 +235,13 @@ class Checkpoints(NoCheckpoints):
             )
             self._open_folder().report("checkpoint_failed", step, {"reason": str(error)})
 
-    def _succeeded(self, step: int, fields: dict) -> None:
-        if self._reason:
-            warn(f"checkpoints are written again, from step {step} on")
-        self._reason = ""
-        self._open_folder().report("checkpoint", step, fields)
-
     def _write(
-        self,
-        step: int,
-        content: FullState | RankShard,
-        info: Mapping[str, Any],
-        healthy: bool,
-        val_loss: float | None,
-        anchors: Sequence[int],
-        here: bool,
+        self, step: int, content: FullState | RankShard, about: Mapping[str, Any], anchors: Sequence[int], here: bool
     ) -> dict:
         start, folder = time.perf_counter(), self._open_folder()
         there = os.path.isdir(folder.path)
-        path, bad = content.publish(folder.path, step=step, info=info, healthy=healthy, val_loss=val_loss)
-        healthy = healthy and bad is None
+        path, bad = content.publish(folder.path, about)
+        healthy = about["healthy"] and bad is None
         self._say_if_gone(there, step)
         folder.damaged.pop(path, None)
         folder.mark_verified(path)
@@ -282,6 +266,11 @@ class Checkpoints(NoCheckpoints):
                 if path not in self._stuck:
                     self._stuck.add(path)
                     warn(f"{path} is no longer needed and cannot be deleted ({reason_of(error)}): please delete it")
+
+    def _written(self) -> Folder:
+        """Returns the folder after the last write has ended."""
+        self.wait()
+        return self._open_folder()
 
     def _open_folder(self) -> Folder:
         if self._folder is None:

@@ -26,11 +26,11 @@ from torch import Tensor
 from stabletrain.checkpoint import writer
 from stabletrain.checkpoint.dcp import Copies
 from stabletrain.checkpoint.reader import PARTED, SKELETON, parts_of
-from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten
+from stabletrain.checkpoint.tree import ShardWriters, Tree, flatten
 from stabletrain.checkpoint.writer import WriteFile, unsound_among
 
 PATIENCE = 600.0
-"""Seconds that rank 0 waits for the other ranks after its own write; less if `ShardTarget.patience` is less."""
+"""Seconds that rank 0 waits for the other ranks after its own write; less if `ShardWriters.patience` is less."""
 
 GRACE = 10.0
 """The same if the run is ending with an error: the other ranks may be gone."""
@@ -62,19 +62,23 @@ class RankShard:
     """One rank's shards of a state, copied to the host, and the code that writes them.
 
     Args:
-        place: where they are written.
+        temporary: the hidden folder that `begin` created, visible to all ranks.
+        writers: the ranks that write the state together.
         tree: the same on every rank except for the local shards; may live on a device, and change afterwards.
         ending: set when the run is ending with an error; rank 0 then waits for `GRACE` only.
         write_file: writes the files of tensors.
     """
 
-    def __init__(self, place: ShardTarget, tree: Tree, ending: threading.Event, write_file: WriteFile) -> None:
-        self.place, self._ending, self._write_file = place, ending, write_file
+    def __init__(
+        self, temporary: Path, writers: ShardWriters, tree: Tree, ending: threading.Event, write_file: WriteFile
+    ) -> None:
+        self.writers = writers
+        self.temporary, self._ending, self._write_file = temporary, ending, write_file
         trees = {"model": tree["model"], "training": {key: child for key, child in tree.items() if key != "model"}}
         flat = {part: flatten(child) for part, child in trees.items()}
         self._skeleton: dict[str, Any] = {part: skeleton for part, (_, skeleton) in flat.items()}
         self._skeleton["shapes"] = {part: shapes(tensors) for part, (tensors, _) in flat.items()}
-        self._copies = {part: Copies(tensors, place.rank) for part, (tensors, _) in flat.items()}
+        self._copies = {part: Copies(tensors, writers.rank) for part, (tensors, _) in flat.items()}
 
     def write(self, healthy: bool) -> None:
         """Writes this rank's files and, last, the note that they are complete.
@@ -85,7 +89,7 @@ class RankShard:
         Raises:
             BaseException: whatever went wrong. The folder is renamed first, so that it never becomes a checkpoint.
         """
-        temporary, rank, count, _ = self.place
+        temporary, rank, count = self.temporary, self.writers.rank, self.writers.count
         try:
             files: dict[str, Any] = {}
             for part, copies in self._copies.items():
@@ -102,10 +106,12 @@ class RankShard:
                 temporary.rename(temporary.with_name(f"{failed_prefix(temporary)}{rank}-{number}"))
             raise
 
-    def publish(
-        self, folder: Path, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
-    ) -> tuple[Path, str | None]:
+    def publish(self, folder: Path, about: Mapping[str, Any]) -> tuple[Path, str | None]:
         """Writes rank 0's files, waits for the other ranks' and publishes the checkpoint. Called by rank 0.
+
+        Args:
+            folder: the folder of checkpoints.
+            about: `step`, `healthy`, `val_loss`, `info`.
 
         Returns:
             the path, and why a checkpoint believed healthy is not; else None.
@@ -114,10 +120,10 @@ class RankShard:
             OSError: a rank could not write its files, or was too late. Nothing is left of the checkpoint then, and an
                 older one of the same step is still there.
         """
-        temporary = self.place.temporary
+        temporary = self.temporary
         try:
             try:
-                self.write(healthy)
+                self.write(about["healthy"])
             except OSError as error:
                 raise self._failure(error) from error
             notes = self._notes()
@@ -125,7 +131,7 @@ class RankShard:
             files = {name: entry for note in notes for name, entry in note["files"].items()}
             files = {name: files[name] for part in ("model", "training") for name in parts_of(part, files)}
             files[SKELETON] = writer.write_skeleton(temporary, self._skeleton)
-            for rank in range(self.place.count):
+            for rank in range(self.writers.count):
                 note_of(temporary, rank).unlink()
             for part in self._copies:
                 writer.sync(temporary / part)
@@ -133,8 +139,8 @@ class RankShard:
             for left in (temporary, *temporary.parent.glob(f"{failed_prefix(temporary)}*")):
                 writer.delete(left)
             raise
-        about = {"step": step, "healthy": healthy and bad is None, "val_loss": val_loss, "info": info}
-        return writer.publish(temporary, folder, PARTED, about, files), bad
+        judged = {**about, "healthy": about["healthy"] and bad is None}
+        return writer.publish(temporary, folder, PARTED, judged, files), bad
 
     def _unsound(self) -> str | None:
         """Returns why the first bad tensor among this rank's weights, buffers and moments is bad; None if none is."""
@@ -147,7 +153,7 @@ class RankShard:
 
     def _notes(self) -> list[dict[str, Any]]:
         """Waits for the notes of all ranks and returns them."""
-        temporary, _, count, _ = self.place
+        temporary, count = self.temporary, self.writers.count
         since, ending, missing = time.monotonic(), None, list(range(count))
         while missing := [rank for rank in missing if not note_of(temporary, rank).exists()]:
             if not temporary.exists():  # a rank has failed and renamed it
@@ -155,17 +161,17 @@ class RankShard:
             now = time.monotonic()
             if ending is None and self._ending.is_set():
                 ending = now
-            if now - since > min(PATIENCE, self.place.patience) or (ending is not None and now - ending > GRACE):
+            if now - since > min(PATIENCE, self.writers.patience) or (ending is not None and now - ending > GRACE):
                 raise OSError(errno.ETIMEDOUT, f"rank {missing[0]} has not written its part within {now - since:.0f} s")
             time.sleep(POLL)
         return [json.loads(note_of(temporary, rank).read_bytes()) for rank in range(count)]
 
     def _failure(self, own: OSError | None = None) -> OSError:
         """Returns the error of the rank that failed, from the folder's new name; `own` if rank 0 failed first."""
-        temporary = self.place.temporary
+        temporary = self.temporary
         for path in temporary.parent.glob(f"{failed_prefix(temporary)}*"):
             rank, number = (int(word) for word in path.name.removeprefix(failed_prefix(temporary)).split("-"))
-            if rank != self.place.rank:
+            if rank != self.writers.rank:
                 reason = os.strerror(number) if number else "an exception that is no I/O error"
                 return OSError(number or errno.EIO, f"rank {rank}: {reason}")
         return own or OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary))

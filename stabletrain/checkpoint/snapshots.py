@@ -32,17 +32,11 @@ def tensors_of(tree: Tree, names: Collection[str]) -> tuple[list[Tensor], list[b
     found: list[Tensor] = []
     only: list[bool] = []
 
-    def collect(part: Tree, mine: bool) -> None:
-        before = len(found)
-        map_tensors(lambda tensor: found.append(tensor), part)
-        only.extend([mine] * (len(found) - before))
-
     for key, part in tree.items():
-        if key == "model":
-            for name, tensor in part.items():
-                collect(tensor, name in names)
-        else:
-            collect(part, key == "optimizer")
+        for name, child in part.items() if key == "model" else [(key, part)]:
+            before = len(found)
+            map_tensors(found.append, child)
+            only += [name in names if key == "model" else key == "optimizer"] * (len(found) - before)
     return found, only
 
 

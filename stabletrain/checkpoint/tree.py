@@ -1,4 +1,4 @@
-"""Converts a state tree to named tensors and a JSON skeleton and back, and copies or gathers its sharded tensors.
+"""Converts a state tree to named tensors and a JSON skeleton and back, and copies it to the host.
 
 A tree consists of dicts with str keys, lists, tuples, tensors, str, bool, int, float and None; a `Piece` may stand for
 a tensor. The skeleton is the same tree with `{"$tensor": name}` in place of each tensor. Tensors go to safetensors and
@@ -8,7 +8,6 @@ the skeleton to JSON, so a checkpoint needs no pickle. A key that begins with `$
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -107,17 +106,21 @@ def to_host(tree: Tree) -> Tree:
     return map_tensors(lambda _: next(each), tree)
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """Returns a new tree of the same structure with `function` applied to each tensor. Containers are never shared."""
+def map_tensors(function: Callable[[Any], Any], tree: Tree, kind: type = Tensor) -> Tree:
+    """Returns a new tree of the same structure with `function` applied to each tensor. Containers are never shared.
+
+    Args:
+        kind: `Piece` applies it to each piece instead.
+    """
     match tree:
-        case Tensor():
+        case kind():
             return function(tree)
         case Mapping():
-            return {key: map_tensors(function, child) for key, child in tree.items()}
+            return {key: map_tensors(function, child, kind) for key, child in tree.items()}
         case list():
-            return [map_tensors(function, child) for child in tree]
+            return [map_tensors(function, child, kind) for child in tree]
         case tuple():
-            return tuple(map_tensors(function, child) for child in tree)
+            return tuple(map_tensors(function, child, kind) for child in tree)
     return tree
 
 
@@ -139,20 +142,6 @@ class ShardWriters(NamedTuple):
     count: int
     patience: float
     ask_main: Callable[[Callable[[], Any]], Any]
-
-
-class ShardTarget(NamedTuple):
-    """Where the ranks write a checkpoint of a sharded state.
-
-    Attributes:
-        temporary: a hidden folder, visible to all ranks.
-        rank, count, patience: see `ShardWriters`.
-    """
-
-    temporary: Path
-    rank: int
-    count: int
-    patience: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -201,30 +190,4 @@ def local_part(tensor: Any) -> Tensor:
 
 def unsharded(tree: Tree) -> Tree:
     """Returns the same tree with each `Piece` as a tensor: in a run of one rank, its shard is the whole."""
-    match tree:
-        case Piece():
-            return tree.local
-        case Mapping():
-            return {key: unsharded(child) for key, child in tree.items()}
-        case list():
-            return [unsharded(child) for child in tree]
-        case tuple():
-            return tuple(unsharded(child) for child in tree)
-    return tree
-
-
-def gather_shards(tree: Tree, keep: bool) -> Tree:
-    """Returns the same tree with every sharded tensor gathered, one at a time. All ranks must call it.
-
-    Args:
-        tree: the same on every rank.
-        keep: whether this rank needs the result; otherwise empty tensors are returned for the gathered ones.
-    """
-
-    def gathered(tensor: Any) -> Tensor:
-        if not is_sharded(tensor):
-            return tensor
-        full = tensor.detach().full_tensor()
-        return full.to("cpu") if keep else torch.empty(0)
-
-    return map_tensors(gathered, tree)
+    return map_tensors(lambda piece: piece.local, tree, Piece)

@@ -124,13 +124,16 @@ class FullState:
     tree: Tree
     write_file: WriteFile
 
-    def publish(
-        self, folder: Path, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
-    ) -> tuple[Path, str | None]:
-        """Writes the checkpoint, as `write` does. Also returns its first bad tensor if it was believed healthy."""
-        bad = unsound(self.tree) if healthy else None
-        about: dict[str, Any] = {"step": step, "info": info, "healthy": healthy and bad is None, "val_loss": val_loss}
-        return write(folder, self.tree, **about, write_file=self.write_file), bad
+    def publish(self, folder: Path, about: Mapping[str, Any]) -> tuple[Path, str | None]:
+        """Writes the checkpoint, as `write` does. Also returns its first bad tensor if it was believed healthy.
+
+        Args:
+            folder: the folder of checkpoints.
+            about: `step`, `healthy`, `val_loss`, `info`.
+        """
+        bad = unsound(self.tree) if about["healthy"] else None
+        judged: dict[str, Any] = {**about, "healthy": about["healthy"] and bad is None}
+        return write(folder, self.tree, **judged, write_file=self.write_file), bad
 
 
 def write(
@@ -238,8 +241,7 @@ def tidy(folder: Path) -> None:
         final = folder / left.name[1:].partition(".")[0]
         if ".old-" in left.name and not _stands(final):
             if os.path.lexists(final):
-                final.rename(folder / f".{final.name}.gone-{os.getpid()}")
-                delete(folder / f".{final.name}.gone-{os.getpid()}")
+                remove(final)
             left.rename(final)
         else:
             delete(left)

@@ -117,21 +117,25 @@ def check_arguments(rows: int, csv: Path | None, picture: Path | None, html: Pat
 
 def print_copies(runs: Sequence[Run]) -> None:
     """Prints which folders hold a copy of another run, with the same id."""
-    found = [(folder, run) for run in runs for folder in run.copies]
-    for folder, run in found[:MISSING_SHOWN]:
-        say(f"copy     {folder} holds the same run as {run.folder} (id {run.record['id']}): counted once")
-    if len(found) > MISSING_SHOWN:
-        say(f"copy     and {len(found) - MISSING_SHOWN} more")
+    lines = [
+        f"{folder} holds the same run as {run.folder} (id {run.record['id']}): counted once"
+        for run in runs
+        for folder in run.copies
+    ]
+    print_first("copy", lines)
 
 
 def print_sensitivity(swept: Sequence[Arm]) -> None:
     """Prints the table of learning-rate sensitivity, and the runs that are missing in it."""
     say(f"\n{markdown(swept)}")
-    missing = [line for arm in swept for line in arm.missing]
-    for line in missing[:MISSING_SHOWN]:
-        say(f"missing  {line}")
-    if len(missing) > MISSING_SHOWN:
-        say(f"missing  and {len(missing) - MISSING_SHOWN} more")
+    print_first("missing", [line for arm in swept for line in arm.missing])
+
+
+def print_first(head: str, lines: Sequence[str]) -> None:
+    """Prints the first `MISSING_SHOWN` lines, each after a head, and the number of the others."""
+    more = [f"and {len(lines) - MISSING_SHOWN} more"] if len(lines) > MISSING_SHOWN else []
+    for line in [*lines[:MISSING_SHOWN], *more]:
+        say(f"{head:<9}{line}")
 
 
 def terminal(wide: bool) -> Console:

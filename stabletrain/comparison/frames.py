@@ -24,7 +24,7 @@ from stabletrain.comparison.reading.settings import (
     value_of,
     varying_keys,
 )
-from stabletrain.comparison.sensitivity import SEED, Arm, arms, grouped
+from stabletrain.comparison.sensitivity import SEED, arms, grouped
 from stabletrain.tracking.columns import COLUMNS, IN_FRAME
 
 UNITS = ("tokens", "images", "samples")
@@ -133,9 +133,8 @@ def row(run: Run) -> dict[str, Any]:
 
 def sensitivities(runs: Sequence[Run]) -> dict[int, float]:
     """Returns the mean sensitivity of each run's arm by the run's `id()`, without runs of incomplete arms."""
-    found: dict[str, Arm] = {arm.name: arm for arm in arms(runs)}
-    members = grouped(runs) if found else {}
-    values = {name: found[name].sensitivities() for name in members if name in found}
+    values = {arm.name: arm.sensitivities() for arm in arms(runs)}
+    members = grouped(runs) if values else {}
     return {
         id(run): statistics.fmean(values[name])
         for name, seeds in members.items()

@@ -139,15 +139,13 @@ def best_and_worst(runs: Sequence[Run], most: int) -> list[Run]:
 
 def applied_and_skipped_losses(run: Run) -> tuple[Curve, Curve]:
     """Returns the loss curve of the applied steps, and that of the skipped steps, as far as their losses are known."""
-    steps, losses = run.curve("train/loss", points=-1)
-    gates, applied = run.curve("guard/applied", points=-1)
-    skipped = np.isin(steps, gates[applied == 0])
-    logged = dict(zip(steps[skipped].tolist(), losses[skipped].tolist(), strict=True))
+    applied, (steps, losses) = run.applied_and_skipped_losses()
+    logged = dict(zip(steps.tolist(), losses.tolist(), strict=True))
     lost = [
         logged.get(step, loss) if np.isnan(loss) else loss
         for step, loss in zip(run.skips, run.skip_losses, strict=True)
     ]
-    return (steps[~skipped], losses[~skipped]), (np.array(run.skips, np.int64), np.array(lost))
+    return applied, (np.array(run.skips, np.int64), np.array(lost))
 
 
 def smooth(values: Sequence[float] | np.ndarray) -> list[float]:

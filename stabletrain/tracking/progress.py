@@ -7,6 +7,7 @@ columns instead, so only rich's `Live` is used. In a sweep, the output of a run 
 only its live line goes to the terminal.
 """
 
+import io
 import os
 import sys
 import time
@@ -222,7 +223,7 @@ class InSweep(Progress):
             self._shown.close()
 
 
-class OutputFile:
+class OutputFile(io.TextIOBase):
     """A stream that appends to a text file and keeps it open only during a write."""
 
     def __init__(self, path: Path) -> None:
@@ -232,10 +233,3 @@ class OutputFile:
         """Appends text to the file."""
         with open(self._path, "a", encoding="utf-8") as file:
             return file.write(text)
-
-    def flush(self) -> None:
-        """Does nothing: every write is complete."""
-
-    def isatty(self) -> bool:
-        """Returns False."""
-        return False

@@ -10,6 +10,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -62,12 +63,35 @@ def check_same_data(earlier: Mapping[str, Any], data: Mapping[str, Any], run: Pa
     )
 
 
+@dataclass(frozen=True)
+class Description:
+    """What a run is, as its first start records it.
+
+    Attributes:
+        choices: option chosen in each config group.
+        hardware: the machine.
+        data: fingerprint of the data set.
+        model: number of parameters, and FLOPs.
+        init_from: the weights that the run began with; empty if its own. A resumed run keeps the first record.
+        options, overrides: the command line. A resumed run keeps those of its first start, by which `resume=auto`
+            recognizes it.
+    """
+
+    choices: Mapping[str, Any]
+    hardware: Mapping[str, Any]
+    data: Mapping[str, Any]
+    model: Mapping[str, Any] = field(default_factory=dict)
+    init_from: Mapping[str, Any] = field(default_factory=dict)
+    options: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+
+
 class NoRunFolder:
     """Records nothing: for all ranks except the main process. Base class, and what each must offer.
 
     Attributes:
         id: eight letters and digits, which a resumed run keeps; empty before `start`.
-        init_from: the weights that the run began with; see `start`.
+        init_from: the weights that the run began with; see `Description`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,30 +99,13 @@ class NoRunFolder:
         self.id = ""
         self.init_from: Mapping[str, Any] = EMPTY
 
-    def start(
-        self,
-        *,
-        resuming: bool,
-        choices: Mapping[str, Any],
-        hardware: Mapping[str, Any],
-        data: Mapping[str, Any],
-        model: Mapping[str, Any] = EMPTY,
-        init_from: Mapping[str, Any] = EMPTY,
-        run_id: str | None = None,
-        options: Sequence[str] = (),
-        overrides: Sequence[str] = (),
-    ) -> str:
+    def start(self, about: Description, *, resuming: bool, run_id: str | None = None) -> str:
         """Claims the folder and begins the record; returns the id of the run. This one does nothing.
 
         Args:
+            about: what the run is.
             resuming: whether to continue the run in the folder, if there is one, with its id and start time.
-            choices: option chosen in each config group.
-            data: fingerprint of the data set.
-            model: number of parameters, and FLOPs.
-            init_from: the weights that the run began with; empty if its own. A resumed run keeps the first record.
             run_id: the id of a resumed run whose folder has lost its `run.json`.
-            options, overrides: the command line. A resumed run keeps those of its first start, by which `resume=auto`
-                recognizes it.
 
         Raises:
             ConfigError: the folder contains a run that this one does not continue, another process uses the folder, or
@@ -145,23 +152,11 @@ class RunFolder(NoRunFolder):
         self._earlier: dict[str, Any] = {}
         self._locks: list[int] = []
 
-    def start(
-        self,
-        *,
-        resuming: bool,
-        choices: Mapping[str, Any],
-        hardware: Mapping[str, Any],
-        data: Mapping[str, Any],
-        model: Mapping[str, Any] = EMPTY,
-        init_from: Mapping[str, Any] = EMPTY,
-        run_id: str | None = None,
-        options: Sequence[str] = (),
-        overrides: Sequence[str] = (),
-    ) -> str:
+    def start(self, about: Description, *, resuming: bool, run_id: str | None = None) -> str:
         """Writes `run.json` with status `running`; returns the id of the run."""
         earlier = self._claim_for(resuming)
         try:
-            check_same_data(earlier.get("data", {}), data, self.path)
+            check_same_data(earlier.get("data", {}), about.data, self.path)
             # A link is the user's own if it was there before any run; a record may be missing.
             begun = self._holds_run(earlier) or any(self.path.glob("checkpoints/step-*"))
             check_links(self.path) if begun else remember_links(self.path)
@@ -169,7 +164,7 @@ class RunFolder(NoRunFolder):
             self._release()
             raise
         self.id = earlier.get("id") or run_id or new_id()
-        self.init_from = init_from or earlier.get("init_from", EMPTY)
+        self.init_from = about.init_from or earlier.get("init_from", EMPTY)
         time = now()
         self._record = {
             "id": self.id,
@@ -179,14 +174,14 @@ class RunFolder(NoRunFolder):
             "resumed": [*(earlier.get("resumed") or []), time] if earlier.get("id") else [],
             "ended": None,
             "git": git(Path(__file__).parents[2]),
-            "choices": dict(choices),
-            "hardware": dict(hardware),
+            "choices": dict(about.choices),
+            "hardware": dict(about.hardware),
             "versions": versions(),
-            "data": dict(data),
-            "model": dict(model),
+            "data": dict(about.data),
+            "model": dict(about.model),
             **({"init_from": dict(self.init_from)} if self.init_from else {}),
-            "options": earlier.get("options", list(options)),
-            "overrides": earlier.get("overrides", list(overrides)),
+            "options": earlier.get("options", list(about.options)),
+            "overrides": earlier.get("overrides", list(about.overrides)),
             **({"changes": earlier["changes"]} if "changes" in earlier else {}),
             "command": started().command,
             "host": platform.node(),
@@ -233,13 +228,10 @@ class RunFolder(NoRunFolder):
         """Returns the existing `run.json`; empty if there is none. Warns about a damaged one."""
         if (self.path / RUN).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.path / RUN))
-        try:
-            return numbers(dict(read_run_record(self.path)))
-        except MissingFile:
-            return {}
-        except DamagedFile as error:
-            warn(f"{error}: the damaged parts are written again")
-            return numbers(error.usable)
+        record, damage = usable_record(self.path)
+        if damage is not None and not isinstance(damage, MissingFile):
+            warn(f"{damage}: the damaged parts are written again")
+        return record
 
     def learn(self, hardware: Mapping[str, Any]) -> None:
         """Adds to the record of the machine; `finish` writes it."""
@@ -326,14 +318,19 @@ class RunFolder(NoRunFolder):
 
     def read(self) -> dict[str, Any]:
         """Returns what can be used of `run.json`; empty if it cannot be read."""
-        try:
-            return numbers(dict(read_run_record(self.path)))
-        except DamagedFile as error:
-            return numbers(error.usable)
+        return usable_record(self.path)[0]
 
     def _write(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         replace(self.path / "run.json", json.dumps(plain(self._record), allow_nan=False, indent=2) + "\n")
+
+
+def usable_record(folder: Path) -> tuple[dict[str, Any], DamagedFile | None]:
+    """Returns what can be used of the `run.json` in a folder, and what is wrong with it."""
+    try:
+        return numbers(dict(read_run_record(folder))), None
+    except DamagedFile as error:
+        return numbers(error.usable), error
 
 
 def git(checkout: Path) -> dict[str, Any] | None:

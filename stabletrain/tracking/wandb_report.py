@@ -47,6 +47,9 @@ INSTABILITY = {
 }
 """Metrics that show how unstable a run was."""
 
+MEAN_AND_RANGE: dict[str, Any] = {"groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
+"""What a plot shows of the runs of a group."""
+
 RATE, LOSS = "optimizer.lr", "val/loss"
 
 WIDE, HALF, ROW = 24, 12, 8
@@ -113,8 +116,7 @@ def runset(wr: Any, setting: Any, sweeps: Sequence[str]) -> Any:
 
 def bar_panels(wr: Any, names: Mapping[str, str], key: Any) -> list[Any]:
     """Returns a bar plot per metric, grouped by `key`: mean, lowest and highest."""
-    grouped: dict[str, Any] = {"groupby": key, "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
-    return [wr.BarPlot(title=text, metrics=[name], **grouped) for name, text in names.items()]
+    return [wr.BarPlot(title=text, metrics=[name], groupby=key, **MEAN_AND_RANGE) for name, text in names.items()]
 
 
 def sensitivity_panels(wr: Any, setting: Any, by: str) -> list[Any]:
@@ -142,15 +144,7 @@ def sensitivity_panels(wr: Any, setting: Any, by: str) -> list[Any]:
 def curve_panels(wr: Any, card: Any) -> list[Any]:
     """Returns line plots of the mean over the runs on each card."""
     return [
-        wr.LinePlot(
-            title=text,
-            x="step",
-            y=[name],
-            log_y=name in LOGARITHMIC or None,
-            groupby=card,
-            groupby_aggfunc="mean",
-            groupby_rangefunc="minmax",
-        )
+        wr.LinePlot(title=text, x="step", y=[name], log_y=name in LOGARITHMIC or None, groupby=card, **MEAN_AND_RANGE)
         for name, text in CURVES.items()
     ]
 

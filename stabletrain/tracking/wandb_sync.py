@@ -56,7 +56,8 @@ def pieces(folders: Sequence[Path]) -> list[Piece]:
     """
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise ConfigError(f"{missing[0]} is not a folder: name run or sweep folders, such as multirun/<date>/<time>")
-    found = {path.resolve(): path for folder in folders for path in folder.rglob("wandb/offline-run-*") if files(path)}
+    offline = (path for folder in folders for path in folder.rglob("wandb/offline-run-*"))
+    found = {path.resolve(): path for path in offline if any(path.glob("*.wandb"))}
     sorted_paths = sorted(found.values(), key=lambda path: (path.parent, path.name))
     listed = []
     for wandb, group in groupby(sorted_paths, key=lambda path: path.parent):
@@ -64,11 +65,6 @@ def pieces(folders: Sequence[Path]) -> list[Piece]:
         growing = is_running(run)
         listed += [Piece(path, run, growing and path == paths[-1]) for path in paths]
     return listed
-
-
-def files(piece: Path) -> list[Path]:
-    """Returns W&B's own files in a piece."""
-    return [*piece.glob("*.wandb")]
 
 
 def is_running(run: Path) -> bool:

@@ -43,7 +43,7 @@ from stabletrain.records import TrainState, reads_rows
 from stabletrain.stability.guard import NoGuard
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
-from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
+from stabletrain.tracking.run_folder import Description, NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
 from stabletrain.trainer.after_halt import after_halt
@@ -176,18 +176,16 @@ class RunParts:
         overrides = [each for each in job_overrides() if key_of(each) != "resume"]
         trust.remember_arguments(typed, overrides)
         resuming = options.resume == "auto"
-        start = partial(
-            run_folder.start,
-            resuming=resuming,
+        about = Description(
             choices=options.choices,
             hardware=machine_record(self.process, trained),
             data=fingerprint,
             model={"parameters": trained.parameters, **trained.usage.facts(UNITS[self.source.unit])},
             init_from=trained.loaded.record,
-            run_id=run_of(self.folder) if resuming else None,
             options=typed,
             overrides=overrides,
         )
+        start = partial(run_folder.start, about, resuming=resuming, run_id=run_of(self.folder) if resuming else None)
         run_folder.id = run_on_main(self.process.ranks, start)
         return run_folder
 

@@ -18,12 +18,12 @@ from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.checkpoint.folder import find
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import Metrics, read_jsonl
-from stabletrain.tracking.run_folder import RunFolder
+from stabletrain.tracking.run_folder import Description, RunFolder
 from tests.checkpoint.given import FILES, Run, tree
 from tests.runs import ROOT, TINY_GPT, command
 
 ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO]
-WHAT = {"choices": {}, "hardware": {}, "data": {}}
+WHAT = Description(choices={}, hardware={}, data={})
 CHOSEN = ["hydra.run.dir=run", "checkpoint.every=3", "eval_every=3", "log_every=1", "steps=9"]
 
 # ------------------------------------------------------------------------------- any call of the system's fails
@@ -200,7 +200,7 @@ def test_a_file_the_kernel_refuses_costs_the_checkpoint_and_not_the_run(tmp_path
 
 def test_a_run_folder_that_is_deleted_is_made_again(tmp_path, capfd):
     run, metrics, record = Run(tmp_path / "run"), Metrics(tmp_path / "run"), RunFolder(tmp_path / "run")
-    record.start(resuming=False, **WHAT)
+    record.start(WHAT, resuming=False)
     run.save(10)
     metrics.log(10, {})
     shutil.rmtree(tmp_path / "run")
@@ -322,16 +322,16 @@ def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(tm
 
 def test_a_run_that_did_not_start_leaves_what_the_folder_said(tmp_path, monkeypatch, capfd):
     first = RunFolder(tmp_path)
-    first.start(resuming=False, **WHAT)
+    first.start(WHAT, resuming=False)
     first.finish("finished", None, {})
     before, refused = (tmp_path / "run.json").read_bytes(), RunFolder(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(ConfigError, match=f"hydra.run.dir={tmp_path} cannot be written .*full"):
-            refused.start(resuming=True, **WHAT)
+            refused.start(WHAT, resuming=True)
         assert (tmp_path / "run.json").read_bytes() == before
     again = RunFolder(tmp_path)
-    again.start(resuming=True, **WHAT)  # the lock was given free
+    again.start(WHAT, resuming=True)  # the lock was given free
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         again.abandon("too full")  # with an error of its own under way
@@ -401,12 +401,12 @@ READ_ONLY = r"""
 import os, subprocess
 from pathlib import Path
 from stabletrain.tracking.metrics import Metrics
-from stabletrain.tracking.run_folder import RunFolder
+from stabletrain.tracking.run_folder import Description, RunFolder
 from tests.checkpoint.given import Run
 
 folder = Path("disk/run").absolute()
 run, metrics, record = Run(folder, keep=9), Metrics(folder), RunFolder(folder)
-record.start(resuming=False, choices={}, hardware={}, data={})
+record.start(Description(choices={}, hardware={}, data={}), resuming=False)
 
 def train(*steps):
     for step in steps:

@@ -12,7 +12,7 @@ import torch
 from stabletrain.checkpoint import sharded, writer
 from stabletrain.checkpoint.reader import peek, verify
 from stabletrain.checkpoint.sharded import RankShard, begin, note_of
-from stabletrain.checkpoint.tree import ShardTarget
+from stabletrain.checkpoint.tree import ShardWriters
 from stabletrain.checkpoint.writer import write_file
 from tests.checkpoint.given import as_rank
 
@@ -33,7 +33,8 @@ def shards(folder, count=2, weights=WEIGHTS, ending=None):
         with as_rank(rank, count) as shard:
             state = {"w": {name: shard(moment) for name, moment in MOMENTS.items()}}
             tree = {"model": {"w": shard(weights), "b": torch.ones(1)}, "optimizer": {"state": state}, "step": 7}
-            found.append(RankShard(ShardTarget(temporary, rank, count), tree, ending or threading.Event(), write_file))
+            writers = ShardWriters(rank, count, math.inf, lambda question: question())
+            found.append(RankShard(temporary, writers, tree, ending or threading.Event(), write_file))
     return found
 
 
@@ -46,7 +47,7 @@ def test_the_shards_of_all_ranks_make_up_the_whole_state(folder, count):
     first, *others = shards(folder, count)
     for other in others:
         other.write(healthy=True)
-    path, bad = first.publish(folder, **ABOUT)
+    path, bad = first.publish(folder, ABOUT)
     assert (path, bad) == (folder / "step-00000007", None)
     assert names(folder) == ["step-00000007"]
     found = verify(path)
@@ -63,7 +64,7 @@ def test_rank_0_publishes_after_the_last_rank_has_written(folder):
     first, second = shards(folder)
     timer = threading.Timer(0.1, second.write, [True])
     timer.start()
-    path, _ = first.publish(folder, **ABOUT)
+    path, _ = first.publish(folder, ABOUT)
     timer.join()
     assert torch.equal(peek(path).load_model()["w"], WEIGHTS)
 
@@ -88,7 +89,7 @@ def test_if_a_rank_cannot_write_the_checkpoint_fails_and_the_error_names_the_ran
         second.write(healthy=True)
     monkeypatch.setattr(writer, "write_file", write_file)
     with pytest.raises(OSError, match=f"rank 1: {said}") as refused:
-        first.publish(folder, **ABOUT)
+        first.publish(folder, ABOUT)
     assert refused.value.errno == (getattr(error, "errno", None) or errno.EIO)
     assert names(folder) == []
 
@@ -96,12 +97,12 @@ def test_if_a_rank_cannot_write_the_checkpoint_fails_and_the_error_names_the_ran
 def test_a_failure_of_rank_0_is_raised_and_keeps_the_older_checkpoint(folder, monkeypatch):
     first, second = shards(folder)
     second.write(healthy=True)
-    first.publish(folder, **ABOUT)
+    first.publish(folder, ABOUT)
     first, second = shards(folder, weights=-WEIGHTS)
     second.write(healthy=True)
     monkeypatch.setattr(writer, "write_file", lambda *_: os.stat("/nowhere"))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        first.publish(folder, **ABOUT)
+        first.publish(folder, ABOUT)
     assert names(folder) == ["step-00000007"]
     assert torch.equal(verify(folder / "step-00000007").load_model()["w"], WEIGHTS)
 
@@ -114,11 +115,11 @@ def test_waiting_for_a_missing_shard_is_bounded(folder, monkeypatch, bound):
         ending.set()
     first, _ = shards(folder, ending=ending)
     if bound == "patience":
-        first.place = first.place._replace(patience=0.05)
+        first.writers = first.writers._replace(patience=0.05)
     else:
         monkeypatch.setattr(sharded, bound, 0.05)
     with pytest.raises(OSError, match="rank 1 has not written its part within 0 s") as refused:
-        first.publish(folder, **ABOUT)
+        first.publish(folder, ABOUT)
     assert refused.value.errno == errno.ETIMEDOUT
     assert names(folder) == []
 
@@ -130,7 +131,7 @@ def test_a_non_finite_weight_in_any_shard_makes_the_checkpoint_unhealthy(folder,
     weights[-1 if rank else 0] = value
     first, second = shards(folder, weights=weights)
     second.write(healthy=True)
-    path, bad = first.publish(folder, **ABOUT)
+    path, bad = first.publish(folder, ABOUT)
     assert bad == "w is not finite"
     assert not verify(path).healthy
 
@@ -141,7 +142,7 @@ def test_a_negative_second_moment_in_any_shard_makes_the_checkpoint_unhealthy(fo
     monkeypatch.setitem(MOMENTS, "exp_avg_sq", damaged)
     first, second = shards(folder)
     second.write(healthy=True)
-    path, bad = first.publish(folder, **ABOUT)
+    path, bad = first.publish(folder, ABOUT)
     assert bad == "optimizer/w/exp_avg_sq is negative"
     assert not peek(path).healthy
 
@@ -149,22 +150,22 @@ def test_a_negative_second_moment_in_any_shard_makes_the_checkpoint_unhealthy(fo
 def test_a_checkpoint_declared_unhealthy_is_not_inspected(folder):
     first, second = shards(folder, weights=WEIGHTS * math.nan)
     second.write(healthy=False)
-    path, bad = first.publish(folder, **{**ABOUT, "healthy": False})
+    path, bad = first.publish(folder, {**ABOUT, "healthy": False})
     assert bad is None
     assert not peek(path).healthy
 
 
 def test_a_rank_writes_its_note_last_and_lists_its_files(folder):
     _, second = shards(folder)
-    assert not note_of(second.place.temporary, 1).exists()
+    assert not note_of(second.temporary, 1).exists()
     second.write(healthy=True)
-    note = json.loads(note_of(second.place.temporary, 1).read_text())
+    note = json.loads(note_of(second.temporary, 1).read_text())
     assert note["bad"] is None
     assert {*note["files"]} == {
         f"{part}/shard-00002-model-00001-of-00001.safetensors" for part in ("model", "training")
     }
     for name, entry in note["files"].items():
-        assert (second.place.temporary / name).stat().st_size == entry["bytes"]
+        assert (second.temporary / name).stat().st_size == entry["bytes"]
 
 
 def test_each_attempt_starts_in_its_own_empty_folder(folder):

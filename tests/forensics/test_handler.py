@@ -226,7 +226,7 @@ def test_an_incident_met_again_after_a_kill_is_filed_once_and_nothing_of_a_half_
     with composed(*chosen, "resume=auto") as cfg:
         train(build(cfg, tmp_path))
     assert [path.name for path in (tmp_path / "incidents").iterdir()] == ["step-00000006"]
-    assert [found["path"] for found in read_events(tmp_path).incidents] == ["incidents/step-00000006"]
+    assert [found["path"] for found in read_events(tmp_path)[0].incidents] == ["incidents/step-00000006"]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stabletrain.checkpoint.capture import capture
-from stabletrain.checkpoint.tree import flatten, gather_shards, is_sharded
+from stabletrain.checkpoint.tree import flatten, is_sharded, to_host
 from stabletrain.errors import StabletrainError
 from stabletrain.parallel.ranks import current_ranks, exit_process, leave_process_group
 from stabletrain.trainer.build import build
@@ -111,7 +111,7 @@ def watch(job: TrainingRun, seen: dict[str, Any], crash_at: int | None, poke: li
 def finish(job: TrainingRun, seen: dict[str, Any]) -> None:
     """Writes down how the run ended."""
     seen["states"][str(job.state.executed_steps)] = bits(job)
-    seen["weights"] = digest(gather_shards(dict(job.state.model.state_dict()), keep=True))
+    seen["weights"] = digest(to_host(dict(job.state.model.state_dict())))
     seen["skips"], seen["rollbacks"] = dict(job.tools.guard.skips), job.tools.guard.rollbacks
     seen["machine_faults"] = job.tools.guard.machine_faults
     seen["parts"] = {name: str(part.state_dict()) for name, part in job.saved.parts.items() if name != "history"}
@@ -142,7 +142,7 @@ def of_tensor(tensor: Any) -> str:
 
 def tensors_of(job: TrainingRun) -> dict[str, str]:
     """A hash of every whole tensor of weights and moments, by name."""
-    tree = gather_shards(capture(job.state, {}), keep=True)
+    tree = to_host(capture(job.state, {}))
     tensors, _ = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})
     return {name: of_tensor(tensor) for name, tensor in tensors.items()}
 

@@ -12,7 +12,7 @@ from stabletrain.comparison.reading.runs import read_run
 from stabletrain.config.arguments import arguments_of, newest_of_same_command, parse_arguments, sweep_arguments
 from stabletrain.config.resuming import check_unfinished, recorded_settings, steps_of_changes
 from stabletrain.tracking.metrics import Metrics, read_jsonl
-from stabletrain.tracking.run_folder import RunFolder
+from stabletrain.tracking.run_folder import Description, RunFolder
 from stabletrain.tracking.wandb_sync import is_running
 from tests.comparison.written import write
 
@@ -64,7 +64,7 @@ def test_every_reader_takes_a_damaged_record(tmp_path, text, capsys):
     record = RunFolder(folder).read()
     lines.ending(found, 0, ["seed=1"], record, None)
     begun = RunFolder(folder)
-    begun.start(resuming=True, choices={}, hardware={}, data={}, overrides=["seed=1"])
+    begun.start(Description(choices={}, hardware={}, data={}, overrides=["seed=1"]), resuming=True)
     assert text == "{}" or f"stabletrain: {folder}/run.json is damaged: " in capsys.readouterr().err
     begun.finish("finished", None, {"steps": 3})
     assert RunFolder(folder).read()["status"] == "finished"

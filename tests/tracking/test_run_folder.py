@@ -13,9 +13,9 @@ import torch
 
 from stabletrain.errors import ConfigError
 from stabletrain.tracking import metrics
-from stabletrain.tracking.run_folder import RunFolder, check_same_data, git
+from stabletrain.tracking.run_folder import Description, RunFolder, check_same_data, git
 
-WHAT = {"choices": {"model": "gpt_nano"}, "hardware": {"device": "cpu"}, "data": {"name": "stdlib", "bytes": 12}}
+WHAT = Description(choices={"model": "gpt_nano"}, hardware={"device": "cpu"}, data={"name": "stdlib", "bytes": 12})
 
 
 def record(folder):
@@ -24,12 +24,12 @@ def record(folder):
 
 def test_it_says_what_runs_on_what(tmp_path):
     run = RunFolder(tmp_path / "new")
-    run_id = run.start(resuming=False, **WHAT)
+    run_id = run.start(WHAT, resuming=False)
     found = record(tmp_path / "new")
     assert found["id"] == run_id == run.id
     assert len(run_id) == 8
     assert (found["status"], found["reason"], found["ended"]) == ("running", None, None)
-    assert {key: found[key] for key in WHAT} == WHAT
+    assert all(found[key] == getattr(WHAT, key) for key in ("choices", "hardware", "data", "model"))
     assert found["versions"]["torch"] == torch.__version__
     assert found["pid"] == os.getpid()
     assert found["command"] == shlex.join(sys.orig_argv)
@@ -37,7 +37,7 @@ def test_it_says_what_runs_on_what(tmp_path):
 
 def test_it_says_how_it_ended(tmp_path):
     run = RunFolder(tmp_path)
-    run.start(resuming=False, **WHAT)
+    run.start(WHAT, resuming=False)
     run.finish("halted", "10 steps in a row", {"val/loss": math.nan, "train/loss": 1.5})
     found = record(tmp_path)
     assert (found["status"], found["reason"]) == ("halted", "10 steps in a row")
@@ -48,11 +48,11 @@ def test_it_says_how_it_ended(tmp_path):
 
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):
     first = RunFolder(tmp_path)
-    first.start(resuming=False, **WHAT)
+    first.start(WHAT, resuming=False)
     first.finish("finished", None, {})
     before = (tmp_path / "run.json").read_bytes()
     with pytest.raises(ConfigError) as caught:
-        RunFolder(tmp_path).start(resuming=False, **WHAT)
+        RunFolder(tmp_path).start(WHAT, resuming=False)
     assert str(caught.value) == (
         f"hydra.run.dir={tmp_path} already holds run {first.id} (finished): continue it with resume=auto, or choose "
         "another hydra.run.dir"
@@ -62,18 +62,18 @@ def test_a_folder_with_a_run_is_not_written_over(tmp_path):
 
 def test_a_lock_file_that_is_deleted_lets_no_second_run_in(tmp_path):
     first = RunFolder(tmp_path)
-    first.start(resuming=False, **WHAT)
+    first.start(WHAT, resuming=False)
     (tmp_path / ".lock").unlink()
     with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()}"):
-        RunFolder(tmp_path).start(resuming=True, **WHAT)
+        RunFolder(tmp_path).start(WHAT, resuming=True)
     first.finish("finished", None, {})
-    assert RunFolder(tmp_path).start(resuming=True, **WHAT) == first.id
+    assert RunFolder(tmp_path).start(WHAT, resuming=True) == first.id
 
 
 def test_a_path_that_no_record_could_name_is_refused_before_the_run(tmp_path):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     with pytest.raises(ConfigError, match=r"hydra.run.dir=.*\\udcff is no valid UTF-8") as caught:
-        RunFolder(Path(folder)).start(resuming=False, **WHAT)
+        RunFolder(Path(folder)).start(WHAT, resuming=False)
     str(caught.value).encode()
     assert not os.listdir(tmp_path)
 
@@ -82,25 +82,25 @@ def test_metrics_without_a_readable_run_json_are_a_run_too(tmp_path):
     (tmp_path / "run.json").write_text('{"id": "abc')
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="already holds run"):
-        RunFolder(tmp_path).start(resuming=False, **WHAT)
-    assert RunFolder(tmp_path).start(resuming=True, **WHAT)
+        RunFolder(tmp_path).start(WHAT, resuming=False)
+    assert RunFolder(tmp_path).start(WHAT, resuming=True)
 
 
 def test_a_refusal_without_an_id_is_no_run(tmp_path):
     (tmp_path / "run.json").write_text('{"id": null, "status": "failed"}')
-    RunFolder(tmp_path).start(resuming=False, **WHAT)
+    RunFolder(tmp_path).start(WHAT, resuming=False)
     assert record(tmp_path)["status"] == "running"
 
 
 def test_a_continued_run_is_the_same_run(tmp_path):
     first = RunFolder(tmp_path)
-    first.start(resuming=True, **WHAT)  # resume=auto on a first start
+    first.start(WHAT, resuming=True)  # resume=auto on a first start
     started = record(tmp_path)["started"]
     assert record(tmp_path)["resumed"] == []
     first.finish("preempted", "SIGTERM", {})
     for times in (1, 2):
         again = RunFolder(tmp_path)
-        assert again.start(resuming=True, **WHAT) == first.id
+        assert again.start(WHAT, resuming=True) == first.id
         found = record(tmp_path)
         assert (found["status"], found["reason"], found["started"]) == ("running", None, started)
         assert len(found["resumed"]) == times
@@ -108,7 +108,7 @@ def test_a_continued_run_is_the_same_run(tmp_path):
 
 def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
     run = RunFolder(tmp_path)
-    run.start(resuming=False, **WHAT)
+    run.start(WHAT, resuming=False)
     before = (tmp_path / "run.json").read_bytes()
     assert record(tmp_path)["status"] == "running"
 
@@ -123,7 +123,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
 
 def test_an_open_reader_keeps_the_complete_old_record(tmp_path):
     run = RunFolder(tmp_path)
-    run.start(resuming=False, **WHAT)
+    run.start(WHAT, resuming=False)
     with open(tmp_path / "run.json") as reader:
         run.finish("finished", None, {})
         assert json.load(reader)["status"] == "running"
@@ -193,28 +193,28 @@ def test_a_new_run_and_one_recorded_before_keys_were_are_not_compared(tmp_path):
 
 def test_a_refused_resume_leaves_the_folder_free(tmp_path):
     first = RunFolder(tmp_path)
-    first.start(resuming=False, choices={}, hardware={}, data=TEXT)
+    first.start(Description(choices={}, hardware={}, data=TEXT), resuming=False)
     first.finish("preempted", None, {})
     with pytest.raises(ConfigError, match="was trained on"):
-        RunFolder(tmp_path).start(resuming=True, choices={}, hardware={}, data=TEXT | {"hash": "bbbb"})
+        RunFolder(tmp_path).start(Description(choices={}, hardware={}, data=TEXT | {"hash": "bbbb"}), resuming=True)
     assert record(tmp_path)["data"] == TEXT
-    RunFolder(tmp_path).start(resuming=True, choices={}, hardware={}, data=TEXT)
+    RunFolder(tmp_path).start(Description(choices={}, hardware={}, data=TEXT), resuming=True)
 
 
 def test_changed_keys_are_kept_by_every_later_resume(tmp_path):
     first = RunFolder(tmp_path)
-    first.start(resuming=False, choices={}, hardware={}, data=TEXT)
+    first.start(Description(choices={}, hardware={}, data=TEXT), resuming=False)
     first.change(20, {"steps": [20, 30]})
     first.finish("finished", None, {})
     again = RunFolder(tmp_path)
-    again.start(resuming=True, choices={}, hardware={}, data=TEXT)
+    again.start(Description(choices={}, hardware={}, data=TEXT), resuming=True)
     again.change(30, {"steps": [30, 40]})
     assert [each["keys"]["steps"] for each in record(tmp_path)["changes"]] == [[20, 30], [30, 40]]
 
 
 def test_changes_of_steps_that_a_rollback_undoes_hold_from_the_state_it_restores(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.start(resuming=False, choices={}, hardware={}, data=TEXT)
+    folder.start(Description(choices={}, hardware={}, data=TEXT), resuming=False)
     folder.change(5, {"seed": [0, 1]})
     folder.change(20, {"steps": [20, 30], "optimizer.lr": [1, 2]})
     folder.change(30, {"steps": [30, 40], "optimizer.lr": [2, 1]})
@@ -229,7 +229,7 @@ def test_changes_of_steps_that_a_rollback_undoes_hold_from_the_state_it_restores
 
 def test_a_change_on_top_of_another_keeps_it_and_one_in_its_place_does_not(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.start(resuming=False, choices={}, hardware={}, data=TEXT)
+    folder.start(Description(choices={}, hardware={}, data=TEXT), resuming=False)
     folder.change(8, {"steps": [20, 30]})
     folder.change(8, {"seed": [0, 1]}, on_top=True)
     assert [[*change["keys"]] for change in record(tmp_path)["changes"]] == [["steps"], ["seed"]]

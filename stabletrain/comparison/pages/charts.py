@@ -116,7 +116,7 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
     skips: list[list[float | None]] = []
     halt = {"step": run.steps, "reason": run.problem or "by the guard"} if run.status == "halted" else None
     if run.skips:
-        applied, withheld = applied_and_skipped_losses(run)
+        applied, withheld = run.applied_and_skipped_losses()
         curves[LOSS] = as_lists(applied, points)
         skips = skip_marks(run, withheld, stretches)
     elif halt:
@@ -133,14 +133,6 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
         "forecasts": forecast_marks(run),
         "halt": halt,
     }
-
-
-def applied_and_skipped_losses(run: Run) -> tuple[Curve, Curve]:
-    """Returns two loss curves: one of the applied steps, and one of the skipped steps."""
-    steps, losses = run.curve(LOSS, -1)
-    at, flags = run.curve("guard/applied", -1)
-    gone = np.isin(steps, at[flags == 0])
-    return (steps[~gone], losses[~gone]), (steps[gone], losses[gone])
 
 
 def skip_marks(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[float | None]]:

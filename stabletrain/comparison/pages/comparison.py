@@ -58,13 +58,8 @@ def columns_of(
     runs: Sequence[Run], table: Sequence[Row], keys: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[list[Any]], dict[str, Any]]:
     """Returns the table's columns, its rows, and the values that all rows have in common, which are not columns."""
-    columns: list[dict[str, Any]] = [{"title": "run", "kind": "text", "name": True}]
-    cells: list[Sequence[Any]] = [[run.name for run in runs]]
-    settings = [(key, as_numbers_or_texts([setting(value_of(run, key)) for run in runs])) for key in keys]
+    results: list[tuple[dict[str, Any], Sequence[Any]]] = []
     same = {}
-    if len(keys) <= FEW:
-        columns += [{"title": key, "kind": column_kind(values), "setting": True} for key, values in settings]
-        cells += [values for _, values in settings]
     for column in (COLUMNS[name] for name in ON_PAGE):
         name, heading = column.name, "steps done" if column.name == "steps" and "steps" in keys else column.page_head
         more = ({"about": column.about} if column.about else {}) | dict.fromkeys(column.page, True)
@@ -77,12 +72,14 @@ def columns_of(
         if len(distinct) == 1 and len(runs) > 1 and name not in ALWAYS:
             same[heading] = values[0]
             continue
-        columns.append({"title": heading, "kind": column_kind(values), **more})
-        cells.append(values)
-    if len(keys) > FEW:  # many settings would push the results far to the right
-        columns += [{"title": key, "kind": column_kind(values), "setting": True} for key, values in settings]
-        cells += [values for _, values in settings]
-    return columns, [list(row) for row in zip(*cells, strict=True)], same
+        results.append(({"title": heading, "kind": column_kind(values), **more}, values))
+    typed = [(key, as_numbers_or_texts([setting(value_of(run, key)) for run in runs])) for key in keys]
+    settings = [({"title": key, "kind": column_kind(values), "setting": True}, values) for key, values in typed]
+    # Many settings would push the results far to the right.
+    others = [*settings, *results] if len(keys) <= FEW else [*results, *settings]
+    first = {"title": "run", "kind": "text", "name": True}
+    columns, cells = zip((first, [run.name for run in runs]), *others, strict=True)
+    return [*columns], [list(row) for row in zip(*cells, strict=True)], same
 
 
 def setting(value: Value) -> Any:
@@ -194,12 +191,9 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
         "panels": charts.panels(curves.values()),
         "sensitivity": {"arms": arms} if arms else None,
     }
-    settings = [(c, str(column["title"])) for c, column in enumerate(columns) if column.get("setting")]
-    others = [
-        (c, str(column["title"]))
-        for c, column in enumerate(columns)
-        if column["title"] in ("card", "precision", "status")
-    ]
+    titles = [(c, str(column["title"])) for c, column in enumerate(columns)]
+    settings = [(c, title) for c, title in titles if columns[c].get("setting")]
+    others = [(c, title) for c, title in titles if title in ("card", "precision", "status")]
     return page(
         "comparison/pages/templates/comparison.html",
         scripts=SCRIPTS,

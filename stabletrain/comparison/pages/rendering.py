@@ -47,19 +47,16 @@ def page(
         "form-action 'none'"
     )
     libraries = [library for name, library in json.loads(read("libraries.json")).items() if f"{name}.min.js" in scripts]
-    return (
-        templates()
-        .get_template(template)
-        .render(
-            more,
-            inputs=inputs,
-            policy=policy,
-            styles=map(style, styles),
-            scripts=codes,
-            data=script_json(data),
-            libraries=" and ".join(f"{library['name']} {library['release']}" for library in libraries),
-            licences="\n\n".join(f"{library['name']}\n\n{read(library['licence'])}" for library in libraries),
-        )
+    shown = templates().get_template(template)
+    return shown.render(
+        more,
+        inputs=inputs,
+        policy=policy,
+        styles=map(style, styles),
+        scripts=codes,
+        data=script_json(data),
+        libraries=" and ".join(f"{library['name']} {library['release']}" for library in libraries),
+        licences="\n\n".join(f"{library['name']}\n\n{read(library['licence'])}" for library in libraries),
     )
 
 

@@ -100,8 +100,29 @@ ENDED = ("finished", "halted", "preempted", "failed")
 """The statuses of a run that has stopped."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Events:
+    """What happened in a run.
+
+    Attributes:
+        incidents: mappings with step, kind, cause, verdict, fix (a list) and path (relative to the run folder; None if
+            nothing could be written), in order.
+        skips: the skipped steps in order, without fp16's routine overflows.
+        skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
+        forecasts: mappings with step, signal, text and the interval of the crossing, low to high, in order.
+        whatifs: what was tried after each halt, in order; see `runs.WHATIF`. `Run.healings` are those that went on.
+    """
+
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    skips: list[int] = field(default_factory=list)
+    skip_losses: list[float] = field(default_factory=list)
+    rollbacks: int = 0
+    forecasts: list[dict[str, Any]] = field(default_factory=list)
+    whatifs: list[dict[str, Any]] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(Events):
     """One run. Holds the `Range` of each metric but no curves, and can be pickled.
 
     Attributes:
@@ -113,11 +134,6 @@ class Run:
         composed: whether `settings` is the whole configuration, and not only the overrides.
         overrides: the command-line overrides, key to value; the last one of a key wins.
         steps: the last step: the last one logged, or the one at which the run ended; 0 if there is none.
-        incidents: mappings with step, kind, cause, verdict, fix and path, in order.
-        skips: the skipped steps in order, without fp16's routine overflows.
-        skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
-        forecasts: mappings with step, signal, text and the interval of the crossing, low to high, in order.
-        whatifs: what was tried after each halt, in order; see `runs.WHATIF`. `healings` are those that went on.
         best: the lowest validation loss and its step; NaN and 0 if there is none.
         seconds: time between the first and the last line.
         label: the run's name, if another run that is compared has the same folder name.
@@ -132,12 +148,6 @@ class Run:
     composed: bool
     overrides: dict[str, str]
     steps: int = 0
-    incidents: list[dict[str, Any]] = field(default_factory=list)
-    skips: list[int] = field(default_factory=list)
-    skip_losses: list[float] = field(default_factory=list)
-    rollbacks: int = 0
-    forecasts: list[dict[str, Any]] = field(default_factory=list)
-    whatifs: list[dict[str, Any]] = field(default_factory=list)
     best: tuple[float, int] = (math.nan, 0)
     seconds: float = math.nan
     ranges: Mapping[str, Range] = field(default_factory=dict)
@@ -231,6 +241,13 @@ class Run:
     def abandoned(self, name: str) -> list[Curve]:
         """Returns the rolled-back values of a metric, a curve per rollback or healing, in the order of execution."""
         return self._curves[1].get(name, [])
+
+    def applied_and_skipped_losses(self) -> tuple[Curve, Curve]:
+        """Returns two curves of all logged training losses: one of the applied steps, and one of the skipped steps."""
+        steps, losses = self.curve("train/loss", -1)
+        gates, applied = self.curve("guard/applied", -1)
+        skipped = np.isin(steps, gates[applied == 0])
+        return (steps[~skipped], losses[~skipped]), (steps[skipped], losses[skipped])
 
     def _below(self, name: str) -> list[Range]:
         return [each for key, each in self.ranges.items() if key == name or key.startswith(f"{name}/")]

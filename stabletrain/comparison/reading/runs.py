@@ -10,21 +10,20 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stabletrain.comparison.reading.columns import Columns, as_float, blocks, joined, read_columns
-from stabletrain.comparison.reading.run import ENDED, Ranges, Run
+from stabletrain.comparison.reading.run import ENDED, Events, Ranges, Run
 from stabletrain.comparison.reading.settings import changed_settings, read_settings
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.stored.diagnosis import read_diagnosis
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.lines import is_event
-from stabletrain.stored.run_json import read_run_record
-from stabletrain.tracking.metrics import numbers
+from stabletrain.tracking.run_folder import usable_record
 
 SIGNS = ("run.json", "metrics.jsonl", ".hydra")
 """A folder that contains one of these is a run folder. A run that was rejected at startup has only `.hydra`."""
@@ -86,55 +85,35 @@ def natural_order(name: str) -> tuple[int, str]:
     return (int(name), "") if name.isdecimal() else (10**9, name)
 
 
-@dataclass
-class EventSummary:
-    """What happened in a run.
+def read_events(folder: Path) -> tuple[Events, int]:
+    """Reads the events of the run in `folder`; raises OSError if `events.jsonl` exists but cannot be read.
 
-    Attributes:
-        incidents: mappings with step, kind, cause, verdict, fix (a list) and path (relative to the run folder; None if
-            nothing could be written), in order.
-        skips: the skipped steps in order, without fp16's routine overflows.
-        skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
-        forecasts: mappings with step, signal, text and the interval of the crossing, low to high, in order.
-        whatifs: mappings with the keys `WHATIF` and `path`, in order.
-        unreadable: number of damaged lines, not counting an unfinished last line.
+    Returns:
+        the events, and the number of damaged lines, not counting an unfinished last line.
     """
-
-    incidents: list[dict[str, Any]] = field(default_factory=list)
-    skips: list[int] = field(default_factory=list)
-    skip_losses: list[float] = field(default_factory=list)
-    rollbacks: int = 0
-    forecasts: list[dict[str, Any]] = field(default_factory=list)
-    whatifs: list[dict[str, Any]] = field(default_factory=list)
-    unreadable: int = 0
-
-
-def read_events(folder: Path) -> EventSummary:
-    """Reads the events of the run in `folder`; raises OSError if `events.jsonl` exists but cannot be read."""
     told: dict[tuple[str, Any], dict[str, Any]] = {}
-    found = EventSummary()
+    unreadable = 0
     for lines, invalid in blocks(folder / "events.jsonl"):
-        found.unreadable += invalid
+        unreadable += invalid
         for line in lines:
             if not is_event(line):
-                found.unreadable += 1
+                unreadable += 1
             elif line["event"] == "restore":  # that step was taken again, so it was not skipped
                 told.pop(("skip", line.get("tick", line["step"])), None)
             elif line["event"] in KINDS:
                 told[line["event"], line.get("tick", line["step"])] = line
+    found = Events(rollbacks=sum(event == "rollback" for event, _ in told))
     for (event, _), line in told.items():
         if event == "incident":
             found.incidents.append(incident(folder, line))
-        elif event == "rollback":
-            found.rollbacks += 1
         elif event == "forecast":
             found.forecasts.append({name: line.get(name) for name in FORECAST})
         elif event in ("heal", "unhealed"):
             found.whatifs.append(whatif(line))
-        elif line.get("kind") != "overflow":
+        elif event == "skip" and line.get("kind") != "overflow":
             found.skips.append(line["step"])
             found.skip_losses.append(as_float(line.get("loss")))
-    return found
+    return found, unreadable
 
 
 KINDS = ("incident", "skip", "rollback", "forecast", "heal", "unhealed")
@@ -201,16 +180,15 @@ def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> li
         return with_distinct_names([read_run(folder) for folder in found])
     import joblib
 
-    chunks = [found[start : start + CHUNK] for start in range(0, len(found), CHUNK)]
     with joblib.parallel_config("loky", n_jobs=processes or -1, idle_worker_timeout=10):
         try:
-            read = joblib.Parallel(batch_size=1, max_nbytes=None)(joblib.delayed(read_some)(chunk) for chunk in chunks)
+            read = joblib.Parallel(batch_size=CHUNK, max_nbytes=None)(joblib.delayed(read_run)(each) for each in found)
         except BrokenProcessPool as error:
             raise StabletrainError(
                 f"a worker process that reads runs was killed ({type(error).__name__}), perhaps because memory ran "
                 "out: compare fewer runs at a time"
             ) from error
-    return with_distinct_names([run for runs in read for run in runs])
+    return with_distinct_names(read)
 
 
 def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
@@ -245,11 +223,6 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return found
 
 
-def read_some(folders: Sequence[Path]) -> list[Run]:
-    """Reads several runs, as one task of a worker process."""
-    return [read_run(folder) for folder in folders]
-
-
 def read_run(folder: Path) -> Run:
     """Reads the run in `folder`, whatever its state."""
     record, damage = read_record(folder / "run.json")
@@ -259,11 +232,11 @@ def read_run(folder: Path) -> Run:
     run: dict[str, Any] = {"record": record, "settings": settings, "composed": composed, "overrides": overrides}
     try:
         columns = read_columns(folder / "metrics.jsonl")
-        happened = read_events(folder)
+        events, lost_events = read_events(folder)
     except OSError as error:
         return Run(folder, "broken", f"its files cannot be read: {error.strerror or error}", **run)
     step, seconds = (joined(columns.kept, name)[1] for name in ("step", "time"))
-    status, problem = status_and_problem(folder, record, damage, columns, happened)
+    status, problem = status_and_problem(folder, record, damage, columns, lost_events)
     losses = columns.curve("val/loss")
     last = record["final"].get("steps")  # a run that was halted early may have logged no step but the first
     lowest = int(np.nanargmin(losses[1])) if not np.isnan(losses[1]).all() else None
@@ -273,12 +246,7 @@ def read_run(folder: Path) -> Run:
         problem,
         **run,
         steps=max(int(step.max(initial=0)), last if isinstance(last, int) else 0),
-        incidents=happened.incidents,
-        skips=happened.skips,
-        skip_losses=happened.skip_losses,
-        rollbacks=happened.rollbacks,
-        forecasts=happened.forecasts,
-        whatifs=happened.whatifs,
+        **vars(events),
         best=(math.nan, 0) if lowest is None else (float(losses[1][lowest]), int(losses[0][lowest])),
         seconds=float(seconds[-1] - seconds[0]) if len(seconds) else math.nan,
         ranges=Ranges.of(columns.kept),
@@ -287,16 +255,11 @@ def read_run(folder: Path) -> Run:
 
 def read_record(file: Path) -> tuple[dict[str, Any], str | None]:
     """Returns what can be used of a `run.json`, and what is wrong with it. Missing nested mappings become empty."""
-    record: dict[str, Any] = {}
-    damage = None
-    try:
-        record = numbers(dict(read_run_record(file.parent)))
-    except DamagedFile as error:
-        record, damage = numbers(error.usable), str(error).removeprefix(f"{file.parent}/")
+    record, error = usable_record(file.parent)
     for name in ("choices", "hardware", "model", "final", "data", "versions"):
         if not isinstance(record.get(name), dict):
             record[name] = {}
-    return record, damage
+    return record, None if error is None else str(error).removeprefix(f"{file.parent}/")
 
 
 def parsed_overrides(record: dict[str, Any]) -> dict[str, str]:
@@ -307,7 +270,7 @@ def parsed_overrides(record: dict[str, Any]) -> dict[str, str]:
 
 
 def status_and_problem(
-    folder: Path, record: dict[str, Any], damage: str | None, columns: Columns, happened: EventSummary
+    folder: Path, record: dict[str, Any], damage: str | None, columns: Columns, lost_events: int
 ) -> tuple[str, str | None]:
     """Returns a run's status, and one sentence about what is unusual in the run, or None."""
     status = record.get("status")
@@ -319,7 +282,7 @@ def status_and_problem(
         return "broken", f"run.json has an unknown status: {status!r}"
     if columns.unreadable and not columns.lines:
         return "broken", "no line of metrics.jsonl can be read"
-    counts = {"metrics.jsonl": columns.unreadable, "events.jsonl": happened.unreadable}
+    counts = {"metrics.jsonl": columns.unreadable, "events.jsonl": lost_events}
     lines = [f"{n} line{'s' if n > 1 else ''} of {name} cannot be read" for name, n in counts.items() if n]
     lost = "; ".join([*([damage] if damage else []), *lines]) or None
     if status == "running":

@@ -161,16 +161,13 @@ def distinguishing_keys(runs: Sequence[Configured], but: Sequence[str] = ("seed"
     """
     known = [run for run in runs if run.settings]
     keys, typed = [key for key in varying_keys(known) if key not in but], set(overridden_keys(known))
-    found = [key for key in keys if key in typed]
-    for key in keys:
-        if key not in typed and not is_implied(known, key, found):
-            found.append(key)
-    return found
+    kept = [key for key in keys if key in typed]
+    return without_implied(known, [key for key in keys if key not in typed], kept)
 
 
-def without_implied(runs: Sequence[Configured], keys: Sequence[str]) -> list[str]:
-    """Leaves out every key whose value follows from the keys before it."""
-    known, found = [run for run in runs if run.settings], []
+def without_implied(runs: Sequence[Configured], keys: Sequence[str], kept: Sequence[str] = ()) -> list[str]:
+    """Returns the `kept` keys, then those of `keys` whose value does not follow from the keys before it."""
+    known, found = [run for run in runs if run.settings], [*kept]
     for key in keys:
         if not is_implied(known, key, found):
             found.append(key)
