@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.agreement import NotInvestigated, one_line_of
-from stabletrain.forensics.diagnosis.cause_table import CAUSES
+from stabletrain.forensics.diagnosis.cause_table import CAUSES, Diagnosis
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import Execution, file_incident, remove_unfinished
 from stabletrain.forensics.incident_list import filed_incidents
@@ -175,7 +175,9 @@ class IncidentHandler(NoIncidentHandler):
         """Returns the incident that was filed for the step executed at `tick`; None if there is none."""
         for path, record in self._earlier() if tick is not None else ():
             if record.get("tick") == tick:
-                return summary_of(path, record)
+                about = Diagnosis(record["cause"], record["confidence"], record["verdict"], record["fix"], [])
+                where = f"{path} (filed already)"
+                return summary(path, where, record["step"], record["rank"], about, recorded_mistake(record))
         return None
 
     def _earlier(self) -> list[tuple[Path, dict[str, Any]]]:
@@ -235,29 +237,20 @@ class IncidentHandler(NoIncidentHandler):
         else:
             where = str(path)
             self._filed |= set() if may_recur(mistake) else {mistake}
-        lines = summary_lines(
-            subject.reading.step, rank, about.cause, about.confidence, about.verdict, about.fix, where
-        )
-        return IncidentSummary(path, about.cause, about.verdict, about.fix, lines, mistake)
+        return summary(path, where, subject.reading.step, rank, about, mistake)
 
 
-def summary_lines(
-    step: int, rank: int | None, cause: str, confidence: float, verdict: str, fix: Sequence[str], where: str
-) -> list[str]:
-    """Returns the lines of an incident: what happened, the best fix, and where the details are."""
+def summary(
+    path: Path | None, where: str, step: int, rank: int | None, about: Diagnosis, mistake: tuple[str, ...]
+) -> IncidentSummary:
+    """Returns the summary of an incident; `where` says where its details are."""
     of_rank = "" if rank is None else f", rank {rank}"
-    return [
-        f"step {step}{of_rank}: {cause} ({confidence:.0%} sure): {verdict}",
-        f"fix: {fix[0] if fix else 'none known'}",
+    lines = [
+        f"step {step}{of_rank}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
+        f"fix: {about.fix[0] if about.fix else 'none known'}",
         f"details: {where}",
     ]
-
-
-def summary_of(path: Path, record: Mapping[str, Any]) -> IncidentSummary:
-    """Returns the summary of an incident that is filed already, from its `diagnosis.json`."""
-    diagnosis = (record["cause"], record["confidence"], record["verdict"], record["fix"])
-    lines = summary_lines(record["step"], record["rank"], *diagnosis, f"{path} (filed already)")
-    return IncidentSummary(path, record["cause"], record["verdict"], record["fix"], lines, recorded_mistake(record))
+    return IncidentSummary(path, about.cause, about.verdict, about.fix, lines, mistake)
 
 
 def settings_hash(setting: RunSettings) -> str:
