@@ -9,7 +9,6 @@ variable of their module. Then the weights are saved as well. Otherwise `why_not
 """
 
 import importlib.machinery
-import json
 import os
 import sys
 import time
@@ -83,8 +82,8 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         OSError: the disk is full or gone.
     """
     begun = rerun.begun
-    folder.mkdir(parents=True, exist_ok=True)
     if not whole:
+        folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"{i}/{name}": t for i, each in enumerate(begun.micro_batches) for name, t in named_tensors(each.batch)
         }
@@ -98,31 +97,21 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         "numpy": [version, torch.from_numpy(keys.astype("int64")), *numpy],
         "python": generators.python,
     }
-    model = rerun.model
-    state = {
-        "parameters": dict(model.named_parameters()),
-        "buffers": dict(zip([name for name, _ in model.named_buffers()], begun.buffers.tensors(), strict=True)),
-    }
     closures = [closure_record(each.closure, rerun.model) for each in begun.micro_batches]
     trusted.remember(closures)
-    skeleton: dict[str, Any] = flatten(
-        {
-            "format": files.FORMAT,
-            "closures": closures,
-            "step": reading.step - 1,
-            "loss_scale": rerun.loss_scale,
-            "precision": rerun.scaling.name if rerun.scaling.autocasts else "",
-            "reading": reading._asdict(),
-            "comparable": comparable,
-            "device": str(generators.device),
-            "threads": torch.get_num_threads(),
-        }
-    )[1]
-    for file, tree in ((files.BATCH, {"batches": [each.batch for each in begun.micro_batches], "generators": drawn}),
-                       (files.STATE, state)):  # fmt: skip
-        tensors, skeleton[file] = flatten(to_host(tree))
-        skeleton[f"{file} sha256"] = files.write(folder / file, tensors)
-    (folder / files.STEP).write_text(json.dumps(skeleton, allow_nan=False))
+    about = {
+        "format": files.FORMAT,
+        "closures": closures,
+        "step": reading.step - 1,
+        "loss_scale": rerun.loss_scale,
+        "precision": rerun.scaling.name if rerun.scaling.autocasts else "",
+        "reading": reading._asdict(),
+        "comparable": comparable,
+        "device": str(generators.device),
+        "threads": torch.get_num_threads(),
+    }
+    batch = {"batches": [each.batch for each in begun.micro_batches], "generators": drawn}
+    files.write_step(folder, about, batch, rerun.model, begun.buffers.tensors())
 
 
 def closure_record(closure: Callable[..., Any], model: nn.Module) -> dict[str, Any]:
