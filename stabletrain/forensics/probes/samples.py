@@ -255,16 +255,12 @@ class Bisection(Trials):
 
     def __init__(self, repro: Repro) -> None:
         super().__init__(len(repro.batch), repro.deadline)
-        self._repro, self._model, self._tools = repro, repro.copy_model(), self._tools_with_fixed_divisor(repro)
+        self._repro, self._model, tools = repro, repro.copy_model(), repro.replay_tools()
         self._filling: Batch | None = None
-
-    @staticmethod
-    def _tools_with_fixed_divisor(repro: Repro) -> Tools:
-        """The tools, with an objective that divides by the number of targets in the whole batch."""
-        # A few samples have few targets. Divided by these alone, their loss could overflow fp16 in the backward pass.
-        tools, count = repro.replay_tools(), repro.batch.count_targets()
-        n_valid = torch.tensor(max(count, 1), device=repro.device)
-        return replace(tools, objective=FixedDivisor(tools.objective.plain, n_valid))
+        # Divide by the number of targets in the whole batch. A few samples have few targets: divided by these alone,
+        # their loss could overflow fp16 in the backward pass.
+        n_valid = torch.tensor(max(repro.batch.count_targets(), 1), device=repro.device)
+        self._tools = replace(tools, objective=FixedDivisor(tools.objective.plain, n_valid))
 
     def whole(self) -> list[Batch]:
         """Returns the micro-batches of the step."""
