@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.forensics.handler import IncidentRequest, IncidentSummary
+from stabletrain.forensics.handler import IncidentSummary
+from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.guarded.agreement import OneRank, agreement_of_ranks, innermost
 from stabletrain.guarded.gradients import BareTensors, trained_parameters, unwrapped
@@ -81,13 +82,9 @@ class LoopGuard:
         self._state, self._states = TrainState(self._model, optimizer), NoStates()
         if isinstance(policy, RollbackGuard):
             self._states = States(self._model, optimizer, policy, chosen, options.loader, self._agreement.any_rank)
+        agreement, max_norm = self._agreement, options.max_norm
         self._judge = Judge(
-            self._model,
-            optimizer,
-            scaling=chosen,
-            agreement=self._agreement,
-            policy=self._policy,
-            max_norm=options.max_norm,
+            self._model, optimizer, scaling=chosen, agreement=agreement, policy=policy, max_norm=max_norm
         )
         self._incidents = Incidents(
             Path(options.folder), options.max_incidents, options.max_seconds, self._agreement.ranks
