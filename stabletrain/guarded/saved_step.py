@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import buffers_of
-from stabletrain.checkpoint.tree import flatten, to_host, unflatten
+from stabletrain.checkpoint.tree import flatten, map_tensors, to_host, unflatten
 from stabletrain.errors import ConfigError
 from stabletrain.forensics import repro as files
 from stabletrain.forensics.replay import Outcome, compare
@@ -173,7 +173,8 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
     state = files.tensors_of(folder, files.STATE, saved)
     files.put_(dict(model.named_parameters()), state["parameters"], folder, True)
     files.put_(dict(model.named_buffers()), state["buffers"], folder, True)
-    batches = to_device(kept["batches"], next(model.parameters()).device)
+    home = next(model.parameters()).device
+    batches = map_tensors(lambda tensor: tensor.to(home), kept["batches"])
     micro_batches = [MicroBatch(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
     begun = BegunStep(generators_of(kept["generators"], device), buffers_of(model).save(), micro_batches)
     parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -216,15 +217,6 @@ def folder_of_run(incident: Path) -> Path:
     """Returns the run folder around an incident; the incident's own folder if it lies in none."""
     here = incident.resolve()
     return next((place for place in here.parents if (place / RUN).exists()), here)
-
-
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Returns a tree of lists and dicts with its tensors on a device."""
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: to_device(each, device) for key, each in tree.items()}
-    return [to_device(each, device) for each in tree] if isinstance(tree, list) else tree
 
 
 def generators_of(kept: Mapping[str, Any], device: torch.device) -> Generators:

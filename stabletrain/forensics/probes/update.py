@@ -26,10 +26,10 @@ from stabletrain.forensics.probes.update_reason import (
     root_of,
     tensor_name,
 )
-from stabletrain.forensics.trace.origin import BLAME_ORDER, Origin, origin_of
+from stabletrain.forensics.trace.origin import BLAME_ORDER, Origin, origin_of_record
 from stabletrain.forensics.trace.recorder import Source
 from stabletrain.forensics.trace.update_recorder import Label, UpdateTrace
-from stabletrain.forensics.trace.values import dense, is_float, leaves, local
+from stabletrain.forensics.trace.values import dense, is_float, leaves, local, tensors
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.stability.guard.copies import put_back_after
 from stabletrain.stability.guard.written import containers, kept_outside, parts_of, tensors_in, update_is_finite
@@ -242,12 +242,8 @@ class OptimizerBefore:
         for name, parameter in self.parameters:
             yield parameter, Label("parameter", name)
             for optimizer in [self.optimizer, *wrapped]:
-                yield from (
-                    (tensor, Label(str(key), name))
-                    for key, value in state_items(optimizer, parameter)
-                    for tensor in leaves(value)
-                    if isinstance(tensor, Tensor)
-                )
+                for key, value in state_items(optimizer, parameter):
+                    yield from ((tensor, Label(str(key), name)) for tensor in tensors(value))
 
     def broken(self) -> list[tuple[Label, Tensor]]:
         """The parameters and moments that are not finite now."""
@@ -284,7 +280,8 @@ class OptimizerBefore:
         if source is None:
             return found
         record = tracing.records[source.record]
-        origin = origin_of(record, source.how, reason.why, reason.words, record.finding if inside is None else None)
+        finding = record.finding if inside is None else None
+        origin = origin_of_record(record, source.how, reason.why, reason.words, finding)
         origin = replace(origin, module=name, direction="update")
         return replace(found, origin=origin, text=tracing.details[source.record].text, fused=fused)
 

@@ -101,10 +101,10 @@ def origin_at(trace: Trace, source: Source, why: str, reason: str) -> Origin:
     """Returns the origin at the source's operation, for this reason, with the magnitudes that led up to it."""
     record = trace.records[source.record]
     finding = record.finding if source.how in ACCIDENTS else None
-    return replace(origin_of(record, source.how, why, reason, finding), chain=chain(trace, record))
+    return replace(origin_of_record(record, source.how, why, reason, finding), chain=chain(trace, record))
 
 
-def origin_of(record: OpRecord, how: str, why: str, reason: str, finding: Finding | None) -> Origin:
+def origin_of_record(record: OpRecord, how: str, why: str, reason: str, finding: Finding | None) -> Origin:
     """Returns the origin at an operation, without what led up to it; `finding` is None if its arithmetic is unknown."""
     bad = next((v for v in record.outputs if not v.finite), next((v for v in record.inputs if not v.finite), None))
     return Origin(
