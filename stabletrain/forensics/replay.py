@@ -121,7 +121,7 @@ VARIANTS: dict[str, Callable[[Repro], ReplayInputs]] = {
     "fresh_batch": fresh_batch,
     "older_state": older_state,
 }
-"""The variants by name, in the order in which they run until the deadline; but see `ordered_variants`."""
+"""The variants by name, in the order in which they run until the deadline; but a compiled one runs last."""
 
 
 class CompiledCopy:
@@ -151,11 +151,6 @@ def runs_compiled(repro: Repro, variant: str) -> bool:
     return variant == "same" and repro.compiled_for is not None and repro.comparable
 
 
-def ordered_variants(repro: Repro) -> list[str]:
-    """Returns the variants in the order in which they run: a compiled one last, because it takes longest."""
-    return sorted(VARIANTS, key=lambda variant: runs_compiled(repro, variant))
-
-
 def in_true_fp32(variant: str) -> contextlib.AbstractContextManager:
     """Returns the context to run a variant in: `fp32` computes without TF32."""
     return ieee_kernels() if variant == "fp32" else contextlib.nullcontext()
@@ -173,7 +168,7 @@ def replay(repro: Repro, variant: str, compiled_copy: CompiledCopy | None = None
         copy = (compiled_copy or CompiledCopy()).of(repro) if compiled else None
         inputs = VARIANTS[variant](repro) if copy is None else unchanged_on(copy, repro)
         with in_true_fp32(variant):
-            return forward_backward(inputs.model, inputs.batches, inputs.tools, repro.step)
+            return forward_backward(*inputs, repro.step)
 
     outcome = outcome_of(run, repro.deadline)
     if compiled and outcome.not_run:  # perhaps compilation failed: replay uncompiled, marked as not comparable

@@ -189,22 +189,20 @@ class FormatAndStep(TypedDict):
     step: Count
 
 
-class ClosureRecord(TypedDict):
+class SourceFile(TypedDict):
+    """One of the user's source files, as the run imported it."""
+
+    file: str
+    sha256: str | None
+
+
+class ClosureRecord(SourceFile):
     """How another process imports a closure of a user's loop, and finds its model."""
 
     module: str
     name: str
     model: str
     path: str
-    file: str
-    sha256: str | None
-
-
-class SourceFile(TypedDict):
-    """One of the user's source files, as the run imported it."""
-
-    file: str
-    sha256: str | None
 
 
 class Metadata(TypedDict, total=False):

@@ -177,8 +177,8 @@ class States(NoStates):
         if before is not None:  # to before a slow spike, or as far back as there are states
             steps = policy.states.steps
             target = max((step for step in steps if step <= before), default=min(steps, default=None))
-        tree = None if target is None else self._newest_intact(target)
-        if target is None or tree is None:
+        tree = self._newest_intact(target)
+        if tree is None:
             raise TrainingHalted(f"step {number}: {policy.reason}; no healthy state is left to go back to")
         # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
         detour = policy.begin_rollback(step, step)
@@ -196,8 +196,7 @@ class States(NoStates):
         Raises:
             TrainingHalted: no intact state is left.
         """
-        newest = max(self._policy.states.steps, default=None)
-        tree = None if newest is None else self._newest_intact(newest)
+        tree = self._newest_intact(max(self._policy.states.steps, default=None))
         if tree is None:
             raise TrainingHalted(f"step {number}: {self._policy.reason}; no intact state is left to go back to")
         self._restore(tree)
@@ -214,9 +213,9 @@ class States(NoStates):
         if self._loader is not None:
             self._loader.load_state_dict(copy.deepcopy(beside.position))
 
-    def _newest_intact(self, target: int) -> Tree | None:
+    def _newest_intact(self, target: int | None) -> Tree | None:
         """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; or None."""
-        while (tree := self._snapshots.newest(target)) is not None:
+        while target is not None and (tree := self._snapshots.newest(target)) is not None:
             restore(tree, self._state, {})  # the present state is lost in any case
             intact = self._policy.state_check.restored(self._state, self._beside[tree["step"]].reference)
             if intact and state_is_finite(self._state.model, self._state.optimizer):

@@ -51,14 +51,8 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
                 found.append({"index": index, **identity_of(batch, index), "fault": fault, "what": what})
                 break
     if not found and not batch.counted and not batch.count_targets():
-        found = [
-            {
-                "index": None,
-                **identity_of(batch, 0),
-                "fault": "ignored",
-                "what": f"every target is {IGNORE_INDEX}, so all are ignored",
-            }
-        ]
+        what = f"every target is {IGNORE_INDEX}, so all are ignored"
+        found = [{"index": None, **identity_of(batch, 0), "fault": "ignored", "what": what}]
     return found[:MAX_LISTED]
 
 
@@ -230,11 +224,6 @@ class FixedDivisor(Objective):
 
     def __init__(self, objective: Objective, n_valid: Tensor) -> None:
         self._objective, self._n_valid = objective, n_valid
-
-    @property
-    def plain(self) -> Objective:
-        """The objective that divides by the targets that it gets."""
-        return self._objective
 
     def wrap(self, forward: Callable[..., Any], model: nn.Module, tools: StepTools) -> Callable[..., Any]:
         """Wraps `forward` as the plain objective does."""
