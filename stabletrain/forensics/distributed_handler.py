@@ -28,8 +28,8 @@ from typing import NamedTuple
 from stabletrain.forensics.agreement import NotInvestigated, OlderState, exchange, on_all_ranks
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings, has_input_outlier
-from stabletrain.forensics.handler import IncidentHandler, IncidentRequest, IncidentSummary, NoIncidentHandler
-from stabletrain.forensics.investigate import Findings
+from stabletrain.forensics.handler import IncidentHandler, IncidentSummary, NoIncidentHandler
+from stabletrain.forensics.investigate import Findings, IncidentRequest
 from stabletrain.forensics.probes.samples import bad_samples
 from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.subject import StepSubject, Subject

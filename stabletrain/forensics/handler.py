@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.agreement import NotInvestigated, one_line_of
-from stabletrain.forensics.diagnosis.cause_table import CAUSES
+from stabletrain.forensics.diagnosis.cause_table import CAUSES, Diagnosis
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import Execution, file_incident, remove_unfinished
-from stabletrain.forensics.incident_list import filed_incidents
-from stabletrain.forensics.investigate import Findings, investigate
+from stabletrain.forensics.incident_list import ORIGIN_KEYS, filed_incidents
+from stabletrain.forensics.investigate import Findings, IncidentRequest, investigate
 from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.subject import StepSubject, Subject
 from stabletrain.parallel.whole import WholeState
@@ -31,26 +29,6 @@ from stabletrain.tracking.metrics import plain
 
 ATTEMPTS = 3
 """Maximum number of investigations, in multiples of `max_incidents`: finding a known mistake again costs time too."""
-
-
-@dataclass(frozen=True)
-class IncidentRequest:
-    """Asks a handler to explain a step.
-
-    Attributes:
-        kind: `nonfinite`, `spike`, `bad_data`, `state`, `recheck` or `update` for a step whose update was withheld or
-            undone; `loss_scale` for an alarm that gradients vanish.
-        optimizer: the live optimizer; only read. None if its moments are not whole.
-        limits: the guard's limits of loss and gradient norm.
-        classes: last dimension of the logits; None if unknown.
-        tick: number of steps that the run has executed with this one; None if unknown.
-    """
-
-    kind: str
-    optimizer: Optimizer | None = None
-    limits: tuple[float, float] = (math.inf, math.inf)
-    classes: int | None = None
-    tick: int | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +107,7 @@ class IncidentHandler(NoIncidentHandler):
         """
         self._folder, self._setting, self._settings = folder, setting, settings_hash(setting)
         remove_unfinished(folder)
-        mistakes = {recorded_mistake(record) for _, record in self._earlier()}
+        mistakes = {mistake_key(record["cause"], record.get("origin")) for _, record in self._earlier()}
         self._filed |= {mistake for mistake in mistakes if not may_recur(mistake)}
 
     def handle(
@@ -175,7 +153,9 @@ class IncidentHandler(NoIncidentHandler):
         """Returns the incident that was filed for the step executed at `tick`; None if there is none."""
         for path, record in self._earlier() if tick is not None else ():
             if record.get("tick") == tick:
-                return summary_of(path, record)
+                about = Diagnosis(record["cause"], record["confidence"], record["verdict"], record["fix"], [])
+                where, mistake = f"{path} (filed already)", mistake_key(about.cause, record.get("origin"))
+                return summary(path, where, record["step"], record["rank"], about, mistake)
         return None
 
     def _earlier(self) -> list[tuple[Path, dict[str, Any]]]:
@@ -201,9 +181,7 @@ class IncidentHandler(NoIncidentHandler):
         """Returns the findings; None if the alarm was false."""
         # The guard's limits decide whether a finite replay counts as normal.
         setting = replace(self._setting, loss_limit=request.limits[0], norm_limit=request.limits[1])
-        found = investigate(
-            subject, request.kind, classes=request.classes, optimizer=request.optimizer, setting=setting
-        )
+        found = investigate(subject, request, setting)
         small = found.evidence.underflow
         return None if request.kind == "loss_scale" and (small is None or not small.real) else found
 
@@ -217,8 +195,8 @@ class IncidentHandler(NoIncidentHandler):
             rank: the rank at fault; None for one process, or if no rank is known to be.
             tick: see `IncidentRequest`.
         """
-        mistake = mistake_key(found)
-        about = found.diagnosis
+        about, origin = found.diagnosis, found.evidence.origin
+        mistake = mistake_key(about.cause, None if origin is None else origin.as_dict())
         if mistake in self._filed:
             self.again[mistake] += 1
             return IncidentSummary(None, about.cause, about.verdict, about.fix, [], mistake, known=True)
@@ -235,29 +213,20 @@ class IncidentHandler(NoIncidentHandler):
         else:
             where = str(path)
             self._filed |= set() if may_recur(mistake) else {mistake}
-        lines = summary_lines(
-            subject.reading.step, rank, about.cause, about.confidence, about.verdict, about.fix, where
-        )
-        return IncidentSummary(path, about.cause, about.verdict, about.fix, lines, mistake)
+        return summary(path, where, subject.reading.step, rank, about, mistake)
 
 
-def summary_lines(
-    step: int, rank: int | None, cause: str, confidence: float, verdict: str, fix: Sequence[str], where: str
-) -> list[str]:
-    """Returns the lines of an incident: what happened, the best fix, and where the details are."""
+def summary(
+    path: Path | None, where: str, step: int, rank: int | None, about: Diagnosis, mistake: tuple[str, ...]
+) -> IncidentSummary:
+    """Returns the summary of an incident; `where` says where its details are."""
     of_rank = "" if rank is None else f", rank {rank}"
-    return [
-        f"step {step}{of_rank}: {cause} ({confidence:.0%} sure): {verdict}",
-        f"fix: {fix[0] if fix else 'none known'}",
+    lines = [
+        f"step {step}{of_rank}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
+        f"fix: {about.fix[0] if about.fix else 'none known'}",
         f"details: {where}",
     ]
-
-
-def summary_of(path: Path, record: Mapping[str, Any]) -> IncidentSummary:
-    """Returns the summary of an incident that is filed already, from its `diagnosis.json`."""
-    diagnosis = (record["cause"], record["confidence"], record["verdict"], record["fix"])
-    lines = summary_lines(record["step"], record["rank"], *diagnosis, f"{path} (filed already)")
-    return IncidentSummary(path, record["cause"], record["verdict"], record["fix"], lines, recorded_mistake(record))
+    return IncidentSummary(path, about.cause, about.verdict, about.fix, lines, mistake)
 
 
 def settings_hash(setting: RunSettings) -> str:
@@ -266,16 +235,9 @@ def settings_hash(setting: RunSettings) -> str:
     return hashlib.sha256(json.dumps(plain(values), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def mistake_key(found: Findings) -> tuple[str, ...]:
-    """Identifies a mistake: the cause, and the operation if there is one."""
-    o = found.evidence.origin
-    return (found.diagnosis.cause, *(() if o is None else (o.module, o.op, o.direction, o.source)))
-
-
-def recorded_mistake(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the same as `mistake_key`, from a `diagnosis.json`."""
-    o = record.get("origin")
-    return (record["cause"], *(() if o is None else (o["module"], o["op"], o["direction"], o["source"])))
+def mistake_key(cause: str, origin: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Identifies a mistake: the cause, and the operation if there is one, as in a `diagnosis.json`."""
+    return (cause, *(() if origin is None else (origin[key] for key in ORIGIN_KEYS)))
 
 
 def may_recur(mistake: tuple[str, ...]) -> bool:

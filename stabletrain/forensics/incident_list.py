@@ -12,7 +12,7 @@ from stabletrain.stored.json_files import DamagedFile
 KEY_TYPES = {"step": int, "rank": int | None, "cause": str, "confidence": float | int, "verdict": str, "fix": list}
 """Keys of a `diagnosis.json` and their types."""
 
-ORIGIN_KEYS = {"module", "op", "direction", "source"}
+ORIGIN_KEYS = ("module", "op", "direction", "source")
 """Keys of an incident's origin that name the operation."""
 
 WIDTH = 11
@@ -65,7 +65,7 @@ def is_complete(record: dict[str, Any]) -> bool:
     """Whether a `diagnosis.json` holds everything by which a resumed run recognizes an incident."""
     known = all(isinstance(record.get(key), kind) for key, kind in KEY_TYPES.items())
     origin = record.get("origin")
-    return known and (origin is None or (isinstance(origin, dict) and origin.keys() >= ORIGIN_KEYS))
+    return known and (origin is None or (isinstance(origin, dict) and origin.keys() >= {*ORIGIN_KEYS}))
 
 
 def block(path: Path, record: dict[str, Any]) -> str:

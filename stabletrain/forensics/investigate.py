@@ -35,6 +35,26 @@ ZERO_PRESERVING = (
 
 
 @dataclass(frozen=True)
+class IncidentRequest:
+    """Asks a handler to explain a step.
+
+    Attributes:
+        kind: `nonfinite`, `spike`, `bad_data`, `state`, `recheck` or `update` for a step whose update was withheld or
+            undone; `loss_scale` for an alarm that gradients vanish.
+        optimizer: the live optimizer; only read. None if its moments are not whole.
+        limits: the guard's limits of loss and gradient norm.
+        classes: last dimension of the logits; None if unknown.
+        tick: number of steps that the run has executed with this one; None if unknown.
+    """
+
+    kind: str
+    optimizer: Optimizer | None = None
+    limits: tuple[float, float] = (math.inf, math.inf)
+    classes: int | None = None
+    tick: int | None = None
+
+
+@dataclass(frozen=True)
 class Findings:
     """The evidence of an incident and its diagnosis.
 
@@ -49,25 +69,16 @@ class Findings:
     failures: list[str]
 
 
-def investigate(
-    subject: Subject,
-    kind: str,
-    *,
-    classes: int | None,
-    optimizer: Optimizer | None,
-    setting: RunSettings,
-) -> Findings:
+def investigate(subject: Subject, request: IncidentRequest, setting: RunSettings) -> Findings:
     """Investigates a step. Never raises because of the model, and changes no live state.
 
     On several ranks, only the first call of `subject.older` communicates. It raises NotInvestigated if a rank has
     failed.
 
     Args:
-        kind: as in `Evidence`.
-        classes: last dimension of the logits; None if unknown.
-        optimizer: the live optimizer, with its moments from before the step; only read.
+        request: `limits` and `tick` are not read; the limits of `setting` count.
     """
-    began = time.monotonic()
+    began, kind = time.monotonic(), request.kind
     assert subject.reading is not None
     # With sharded weights the ranks run the update together, so none may leave it out for its time limit.
     attempt = Checks(math.inf if kind == "update" else subject.deadline)
@@ -79,7 +90,7 @@ def investigate(
     elif kind == "update":  # the forward and backward pass were finite: only the optimizer's step is run again
         found = with_update(subject, found, attempt)
     else:
-        found = with_step(subject, found, optimizer, classes, attempt)
+        found = with_step(subject, found, request, attempt)
     diagnosis = diagnose(found)
     if diagnosis.cause == "loss_scale_collapse":  # seen as non-finite gradients at first
         found = replace(found, kind="loss_scale")
@@ -122,12 +133,10 @@ def with_update(subject: Subject, found: Evidence, attempt: Checks) -> Evidence:
     return replace(found, update=fault, update_ran=ran, origin=None if fault is None else fault.origin)
 
 
-def with_step(
-    subject: Subject, found: Evidence, optimizer: Optimizer | None, classes: int | None, attempt: Checks
-) -> Evidence:
+def with_step(subject: Subject, found: Evidence, request: IncidentRequest, attempt: Checks) -> Evidence:
     """Adds the evidence from the batch, and from running the step again, cheapest first."""
     # Bad samples explain the incident without any replay. So does the check of an alarm that proves to be false.
-    found = replace(found, samples=attempt("samples", lambda: subject.bad_samples(classes), []))
+    found = replace(found, samples=attempt("samples", lambda: subject.bad_samples(request.classes), []))
     if found.samples:
         return found
     if found.kind == "loss_scale":
@@ -135,8 +144,8 @@ def with_step(
         if found.underflow is None or not found.underflow.real:
             return found
     older = attempt("older state", subject.older, None)
-    found = with_replays(subject, found, optimizer, older, attempt)
-    return with_sizes(subject, found, optimizer, older, classes, attempt)
+    found = with_replays(subject, found, request.optimizer, older, attempt)
+    return with_sizes(subject, found, request, older, attempt)
 
 
 def with_replays(
@@ -165,14 +174,10 @@ def with_replays(
 
 
 def with_sizes(
-    subject: Subject,
-    found: Evidence,
-    optimizer: Optimizer | None,
-    older: Mapping[str, Any] | None,
-    classes: int | None,
-    attempt: Checks,
+    subject: Subject, found: Evidence, request: IncidentRequest, older: Mapping[str, Any] | None, attempt: Checks
 ) -> Evidence:
     """Adds the sizes of activations, logits, inputs and moments, on this state and on an older one."""
+    optimizer, classes = request.optimizer, request.classes
     sizes = attempt("activations and logits", lambda: subject.sizes(None, classes), {})
     before = attempt("activations on the older state", lambda: subject.sizes(older, classes), {}) if older else {}
     found = replace(found, largest_input=attempt("largest input", subject.largest_input, None))

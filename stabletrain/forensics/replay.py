@@ -16,8 +16,9 @@ import contextlib
 import math
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -65,8 +66,7 @@ class Outcome:
     not_run: str = ""
 
 
-@dataclass(frozen=True)
-class ReplayInputs:
+class ReplayInputs(NamedTuple):
     """The model, batches and tools that a variant runs."""
 
     model: nn.Module
@@ -91,7 +91,9 @@ def unchanged_on(model: nn.Module, repro: Repro) -> ReplayInputs:
 def fp32(repro: Repro) -> ReplayInputs:
     """The step in true fp32. Run it inside `ieee_kernels`."""
     model = repro.copy_model()
-    to_fp32_(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.data = tensor.data.float()
     tools = replace(repro.replay_tools(), precision=Unscaled("fp32", repro.device, torch.float32))
     return ReplayInputs(model, repro.to_micro_batches(repro.batch), tools)
 
@@ -119,7 +121,7 @@ VARIANTS: dict[str, Callable[[Repro], ReplayInputs]] = {
     "fresh_batch": fresh_batch,
     "older_state": older_state,
 }
-"""The variants by name, in the order in which they run until the deadline; but see `ordered_variants`."""
+"""The variants by name, in the order in which they run until the deadline; but a compiled one runs last."""
 
 
 class CompiledCopy:
@@ -149,16 +151,6 @@ def runs_compiled(repro: Repro, variant: str) -> bool:
     return variant == "same" and repro.compiled_for is not None and repro.comparable
 
 
-def ordered_variants(repro: Repro) -> list[str]:
-    """Returns the variants in the order in which they run: a compiled one last, because it takes longest."""
-    return sorted(VARIANTS, key=lambda variant: runs_compiled(repro, variant))
-
-
-def replays(repro: Repro, variants: Iterable[str] = VARIANTS) -> dict[str, Outcome]:
-    """Runs the variants in order; those after the deadline are marked as not run."""
-    return {variant: replay(repro, variant) for variant in variants}
-
-
 def in_true_fp32(variant: str) -> contextlib.AbstractContextManager:
     """Returns the context to run a variant in: `fp32` computes without TF32."""
     return ieee_kernels() if variant == "fp32" else contextlib.nullcontext()
@@ -176,7 +168,7 @@ def replay(repro: Repro, variant: str, compiled_copy: CompiledCopy | None = None
         copy = (compiled_copy or CompiledCopy()).of(repro) if compiled else None
         inputs = VARIANTS[variant](repro) if copy is None else unchanged_on(copy, repro)
         with in_true_fp32(variant):
-            return forward_backward(inputs.model, inputs.batches, inputs.tools, repro.step)
+            return forward_backward(*inputs, repro.step)
 
     outcome = outcome_of(run, repro.deadline)
     if compiled and outcome.not_run:  # perhaps compilation failed: replay uncompiled, marked as not comparable
@@ -241,14 +233,6 @@ def forward_backward(model: nn.Module, batches: list[Batch], tools: Tools, step:
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
     count = sum(gradient.numel() for gradient in gradients)
     return float(computed.terms.total), float(computed.norms.total), zeros / max(count, 1)
-
-
-@torch.no_grad()
-def to_fp32_(model: nn.Module) -> None:
-    """Converts every fp16 and bf16 parameter and buffer to fp32, in place."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.dtype in (torch.float16, torch.bfloat16):
-            tensor.data = tensor.data.float()
 
 
 def nearly_equal(a: float, b: float) -> bool:

@@ -189,22 +189,20 @@ class FormatAndStep(TypedDict):
     step: Count
 
 
-class ClosureRecord(TypedDict):
+class SourceFile(TypedDict):
+    """One of the user's source files, as the run imported it."""
+
+    file: str
+    sha256: str | None
+
+
+class ClosureRecord(SourceFile):
     """How another process imports a closure of a user's loop, and finds its model."""
 
     module: str
     name: str
     model: str
     path: str
-    file: str
-    sha256: str | None
-
-
-class SourceFile(TypedDict):
-    """One of the user's source files, as the run imported it."""
-
-    file: str
-    sha256: str | None
 
 
 class Metadata(TypedDict, total=False):
@@ -253,11 +251,6 @@ def save_repro(folder: Path, repro: Repro) -> None:
         TypeError: `metadata` holds anything except dicts with str keys, lists, str, bool, int, float and None.
     """
     model, batch = repro.model, repro.batch
-    names = [name for name, _ in model.named_buffers()]
-    state = {
-        "parameters": dict(model.named_parameters()),
-        "buffers": dict(zip(names, repro.buffers, strict=True)),
-    }
     kept = {"inputs": batch.inputs, "targets": batch.targets, "ids": batch.ids}
     order = {name: dims_by_stride(tensor) for name, tensor in kept.items() if tensor is not None}
     # Keep the memory layout: the choice of kernel, and so the bits, depends on it.
@@ -279,11 +272,28 @@ def save_repro(folder: Path, repro: Repro) -> None:
         "sources": None if batch.sources is None else [*batch.sources],
         "about": repro.metadata,
     }
+    write_step(folder, about, laid_out, model, repro.buffers)
+
+
+def write_step(folder: Path, about: Tree, batch: Tree, model: nn.Module, buffers: Sequence[Tensor]) -> None:
+    """Writes the files of a step that can be replayed, into `folder`, which is created if necessary.
+
+    Args:
+        about: the content of `step.json`, without the tensors.
+        batch: the content of `batch.safetensors`.
+        model: with its weights from before the step.
+        buffers: values from before the step, in the order of `model.buffers()`.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    names = [name for name, _ in model.named_buffers()]
+    state = {"parameters": dict(model.named_parameters()), "buffers": dict(zip(names, buffers, strict=True))}
     skeleton = flatten(about)[1]
     folder.mkdir(parents=True, exist_ok=True)
     # Remove an older `step.json` first: it does not describe the new tensors.
     (folder / STEP).unlink(missing_ok=True)
-    for file, tree in ((BATCH, laid_out), (STATE, state)):
+    for file, tree in ((BATCH, batch), (STATE, state)):
         tensors, skeleton[file] = flatten(to_host(tree))
         skeleton[f"{file} sha256"] = write(folder / file, tensors)
     (folder / STEP).write_text(json.dumps(skeleton, allow_nan=False))

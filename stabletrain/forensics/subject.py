@@ -26,8 +26,8 @@ from stabletrain.forensics.replay import (
     Outcome,
     forward_backward,
     in_true_fp32,
-    ordered_variants,
     replay,
+    runs_compiled,
 )
 from stabletrain.forensics.repro import Repro, save_batch, save_repro
 from stabletrain.forensics.trace.recorder import Trace
@@ -148,8 +148,8 @@ class StepSubject(Subject):
 
     @property
     def variants(self) -> Sequence[str]:
-        """See `Subject`."""
-        return ordered_variants(self.repro)
+        """See `Subject`: a compiled one comes last, because it takes longest."""
+        return sorted(VARIANTS, key=lambda variant: runs_compiled(self.repro, variant))
 
     def older(self) -> Tree | None:
         """See `Subject`."""

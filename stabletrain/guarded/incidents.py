@@ -14,8 +14,8 @@ from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.causes import unknown
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
 from stabletrain.forensics.distributed_handler import main_has_budget, write_together
-from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentRequest, IncidentSummary
-from stabletrain.forensics.investigate import Findings
+from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentSummary
+from stabletrain.forensics.investigate import Findings, IncidentRequest
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guarded.rerun import Rerun
@@ -108,9 +108,8 @@ class LoopHandler(IncidentHandler):
         if gap:  # the closures take no part in an update
             evidence = found.evidence
             if evidence.origin is None and not evidence.samples and not evidence.damage:
-                found = replace(
-                    found, diagnosis=unknown_beyond_forward(evidence)
-                )  # nothing was measured that could tell the cause
+                # Nothing was measured that could tell the cause.
+                found = replace(found, diagnosis=unknown_beyond_forward(evidence))
             found = replace(found, failures=[gap, *found.failures])
         return replace(found, diagnosis=for_any_loop(found.diagnosis))
 

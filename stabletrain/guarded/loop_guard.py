@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.forensics.handler import IncidentRequest, IncidentSummary
+from stabletrain.forensics.handler import IncidentSummary
+from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.guarded.agreement import OneRank, agreement_of_ranks, innermost
 from stabletrain.guarded.gradients import BareTensors, trained_parameters, unwrapped
@@ -39,11 +40,12 @@ from stabletrain.guarded.repeat import confirm
 from stabletrain.guarded.rerun import BegunStep, Generators, Rerun
 from stabletrain.guarded.scaling import Scaling, scaling
 from stabletrain.guarded.spikes import bounds
-from stabletrain.guarded.states import states
+from stabletrain.guarded.states import NoStates, States
 from stabletrain.guarded.subject import LoopSubject, compiled_frames
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.printable import is_round
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
+from stabletrain.stability.guard import RollbackGuard
 from stabletrain.stability.guard.comparing import sums
 from stabletrain.stability.guard.copies import Copies
 from stabletrain.stability.guard.written import note_start, state_is_finite
@@ -76,16 +78,13 @@ class LoopGuard:
         self._agreement: OneRank = agreement_of_ranks()
         several_ranks = self._agreement.ranks.distributed
         chosen = scaling(options.precision, options.scaler, self._device, several_ranks=several_ranks)
-        self._policy = options.make_policy()
-        self._state = TrainState(self._model, optimizer)
-        self._states = states(self._model, optimizer, self._policy, chosen, options.loader, self._agreement.any_rank)
+        self._policy = policy = options.make_policy()
+        self._state, self._states = TrainState(self._model, optimizer), NoStates()
+        if isinstance(policy, RollbackGuard):
+            self._states = States(self._model, optimizer, policy, chosen, options.loader, self._agreement.any_rank)
+        agreement, max_norm = self._agreement, options.max_norm
         self._judge = Judge(
-            self._model,
-            optimizer,
-            scaling=chosen,
-            agreement=self._agreement,
-            policy=self._policy,
-            max_norm=options.max_norm,
+            self._model, optimizer, scaling=chosen, agreement=agreement, policy=policy, max_norm=max_norm
         )
         self._incidents = Incidents(
             Path(options.folder), options.max_incidents, options.max_seconds, self._agreement.ranks
@@ -394,9 +393,10 @@ class LoopGuard:
 
     def _can_take_again(self, begun: BegunStep, reading: Reading) -> bool:
         """Returns whether the step can be taken again: the update, or closures that have not changed their batches."""
-        if self._agreement.ranks.distributed or reading.bad_update:
-            return not self._agreement.ranks.distributed
-        return self.updates and not any(tensor._version != version for tensor, version in begun.versions)
+        if self._agreement.ranks.distributed:
+            return False
+        same_batches = all(tensor._version == version for tensor, version in begun.versions)
+        return reading.bad_update or (self.updates and same_batches)
 
     def _take_again(self, begun: BegunStep, reading: Reading) -> None:
         """Takes a withheld step again, because its numbers were wrong and have changed nothing.

@@ -30,15 +30,11 @@ class MicroBatch:
 
     def __call__(self) -> Any:
         """Runs the closure; returns its result."""
-        return self.run_with(self.batch)
-
-    def run_with(self, batch: Any) -> Any:
-        """Runs the closure with another batch."""
-        if batch is None or takes_nothing(self.closure):
+        if not self.takes_batch:
             return self.closure()
-        if isinstance(batch, tuple | list) and takes(self.closure, len(batch)):
-            return self.closure(*batch)
-        return self.closure(batch)
+        if isinstance(self.batch, tuple | list) and takes(self.closure, len(self.batch)):
+            return self.closure(*self.batch)
+        return self.closure(self.batch)
 
 
 def takes_nothing(closure: Callable[..., Any]) -> bool:

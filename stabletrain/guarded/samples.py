@@ -50,8 +50,7 @@ def place_of(index: int, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
     """Returns in which micro-batch and row a sample of the step is; empty if there is one micro-batch only."""
     if len(micro_batches) < 2:
         return {}
-    found = rows_of(micro_batches)[index]
-    return {"micro_batch": found.micro_batch, "row": found.row}
+    return rows_of(micro_batches)[index]._asdict()
 
 
 def bad_samples(micro_batches: Sequence[MicroBatch], usual: Sequence[MicroBatch]) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ variable of their module. Then the weights are saved as well. Otherwise `why_not
 """
 
 import importlib.machinery
-import json
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import buffers_of
-from stabletrain.checkpoint.tree import flatten, to_host, unflatten
+from stabletrain.checkpoint.tree import flatten, map_tensors, to_host, unflatten
 from stabletrain.errors import ConfigError
 from stabletrain.forensics import repro as files
 from stabletrain.forensics.replay import Outcome, compare
@@ -83,8 +82,8 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         OSError: the disk is full or gone.
     """
     begun = rerun.begun
-    folder.mkdir(parents=True, exist_ok=True)
     if not whole:
+        folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"{i}/{name}": t for i, each in enumerate(begun.micro_batches) for name, t in named_tensors(each.batch)
         }
@@ -98,31 +97,21 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         "numpy": [version, torch.from_numpy(keys.astype("int64")), *numpy],
         "python": generators.python,
     }
-    model = rerun.model
-    state = {
-        "parameters": dict(model.named_parameters()),
-        "buffers": dict(zip([name for name, _ in model.named_buffers()], begun.buffers.tensors(), strict=True)),
-    }
     closures = [closure_record(each.closure, rerun.model) for each in begun.micro_batches]
     trusted.remember(closures)
-    skeleton: dict[str, Any] = flatten(
-        {
-            "format": files.FORMAT,
-            "closures": closures,
-            "step": reading.step - 1,
-            "loss_scale": rerun.loss_scale,
-            "precision": rerun.scaling.name if rerun.scaling.autocasts else "",
-            "reading": reading._asdict(),
-            "comparable": comparable,
-            "device": str(generators.device),
-            "threads": torch.get_num_threads(),
-        }
-    )[1]
-    for file, tree in ((files.BATCH, {"batches": [each.batch for each in begun.micro_batches], "generators": drawn}),
-                       (files.STATE, state)):  # fmt: skip
-        tensors, skeleton[file] = flatten(to_host(tree))
-        skeleton[f"{file} sha256"] = files.write(folder / file, tensors)
-    (folder / files.STEP).write_text(json.dumps(skeleton, allow_nan=False))
+    about = {
+        "format": files.FORMAT,
+        "closures": closures,
+        "step": reading.step - 1,
+        "loss_scale": rerun.loss_scale,
+        "precision": rerun.scaling.name if rerun.scaling.autocasts else "",
+        "reading": reading._asdict(),
+        "comparable": comparable,
+        "device": str(generators.device),
+        "threads": torch.get_num_threads(),
+    }
+    batch = {"batches": [each.batch for each in begun.micro_batches], "generators": drawn}
+    files.write_step(folder, about, batch, rerun.model, begun.buffers.tensors())
 
 
 def closure_record(closure: Callable[..., Any], model: nn.Module) -> dict[str, Any]:
@@ -184,7 +173,8 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
     state = files.tensors_of(folder, files.STATE, saved)
     files.put_(dict(model.named_parameters()), state["parameters"], folder, True)
     files.put_(dict(model.named_buffers()), state["buffers"], folder, True)
-    batches = to_device(kept["batches"], next(model.parameters()).device)
+    home = next(model.parameters()).device
+    batches = map_tensors(lambda tensor: tensor.to(home), kept["batches"])
     micro_batches = [MicroBatch(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
     begun = BegunStep(generators_of(kept["generators"], device), buffers_of(model).save(), micro_batches)
     parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -227,15 +217,6 @@ def folder_of_run(incident: Path) -> Path:
     """Returns the run folder around an incident; the incident's own folder if it lies in none."""
     here = incident.resolve()
     return next((place for place in here.parents if (place / RUN).exists()), here)
-
-
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Returns a tree of lists and dicts with its tensors on a device."""
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: to_device(each, device) for key, each in tree.items()}
-    return [to_device(each, device) for each in tree] if isinstance(tree, list) else tree
 
 
 def generators_of(kept: Mapping[str, Any], device: torch.device) -> Generators:

@@ -88,14 +88,25 @@ class Scaling:
         self.precision.load_state_dict(state)
 
 
-class TorchScaling(Scaling):
+class GivenScale(Scaling):
+    """A loss scale that the loop brings along, with its own autocast."""
+
+    autocasts = False
+
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
+        """Returns whether the loss is finite, the gradients are not, and the scale is above `FLOOR`; False without."""
+        scale = self.loss_scale()
+        if not isinstance(scale, Tensor):
+            return False
+        return torch.isfinite(terms.total) & ~torch.isfinite(norms.total) & (scale > FLOOR)
+
+
+class TorchScaling(GivenScale):
     """The user's own `torch.amp.GradScaler`. Its state is the user's to save.
 
     Attributes:
         several_ranks: whether several ranks train together: each then adjusts its scaler by the verdict they share.
     """
-
-    autocasts = False
 
     def __init__(self, scaler: GradScaler, device: torch.device, several_ranks: bool) -> None:
         super().__init__(modes.fp32(device), "fp16" if scaler.is_enabled() else "")
@@ -114,10 +125,6 @@ class TorchScaling(Scaling):
     def loss_scale(self) -> Number:
         """Returns the scaler's scale, on the device."""
         return self._scaler.scale(self._one) if self._scaler.is_enabled() else 1.0
-
-    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
-        """Returns whether the gradients overflowed above `FLOOR`; False without a scale."""
-        return overflows(self.loss_scale(), terms, norms)
 
     def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
         """Runs the optimizer's step through the scaler if it is applied, and adjusts the scaler.
@@ -153,7 +160,7 @@ class TorchScaling(Scaling):
         return {}
 
 
-class LoopScaling(Scaling):
+class LoopScaling(GivenScale):
     """The loss scale of a loop that scales and unscales by itself.
 
     A fused optimizer may be given gradients that are still scaled, with `grad_scale` and `found_inf`.
@@ -162,8 +169,6 @@ class LoopScaling(Scaling):
         precision, name: see `Scaling`.
         optimizer, scaler: where the scale is found.
     """
-
-    autocasts = False
 
     def __init__(self, precision: FullPrecision, name: str, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         super().__init__(precision, name)
@@ -184,19 +189,8 @@ class LoopScaling(Scaling):
             return scale.clone()
         return self._scaler.scale(self._one) if self._scaler is not None and self._scaler.is_enabled() else 1.0
 
-    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
-        """Returns whether the scaled gradients overflowed above `FLOOR`; False without a scale."""
-        return overflows(self.loss_scale(), terms, norms)
-
     def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
         """Does nothing: the loop runs the optimizer's step and updates its scaler."""
-
-
-def overflows(scale: Number, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
-    """Returns whether the loss is finite, the gradients are not, and the scale is above `FLOOR`."""
-    if not isinstance(scale, Tensor):
-        return False
-    return torch.isfinite(terms.total) & ~torch.isfinite(norms.total) & (scale > FLOOR)
 
 
 def scaling(

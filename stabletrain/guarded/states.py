@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +16,7 @@ from stabletrain.guarded.scaling import Scaling
 from stabletrain.machine.memory import free_host_memory
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.records import TrainState
-from stabletrain.stability.guard import RollbackGuard, SkipGuard
+from stabletrain.stability.guard import RollbackGuard
 from stabletrain.stability.guard.written import state_is_finite
 
 
@@ -59,6 +59,22 @@ class NoStates:
         return self.roll_back(0, number=number)
 
 
+class BesideSnapshot(NamedTuple):
+    """What is kept beside a snapshot.
+
+    Attributes:
+        reference: the checksums that it must have when it is restored.
+        read: number of steps whose batches the loop had read or passed over.
+        lengths: see `NoStates`.
+        position: of the loader; None if there is none.
+    """
+
+    reference: Any
+    read: int
+    lengths: list[Tensor]
+    position: Any
+
+
 class States(NoStates):
     """Keeps healthy snapshots in host memory.
 
@@ -84,10 +100,7 @@ class States(NoStates):
         self._state, self._policy, self._loader = TrainState(model, optimizer), policy, loader
         self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
         self._snapshots = Snapshots()
-        self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is restored
-        self._positions: dict[int, Any] = {}
-        self._lengths: dict[int, list[Tensor]] = {}
-        self._read: dict[int, int] = {}  # by snapshot: number of steps whose batches the loop had read or passed over
+        self._beside: dict[int, BesideSnapshot] = {}  # by step
         self._passed, self._first, self._groups = 0, -1, len(optimizer.param_groups)
 
     def before_first_update(self, step: int) -> None:
@@ -133,15 +146,13 @@ class States(NoStates):
         self._state.step = step
         self._snapshots.take(step, capture(self._state, self._parts), self._state, only_optimizer_writes=False)
         self._snapshots.retain(retained.steps)
-        self._references = {taken: each for taken, each in self._references.items() if taken in retained.steps}
-        self._references[step] = self._policy.state_check.reference(self._state)
-        self._read[step] = step + self._passed + (step == self._first)
-        self._lengths[step] = self.lengths
-        if self._loader is not None:
-            self._positions[step] = copy.deepcopy(self._loader.state_dict())
-        self._positions = {step: place for step, place in self._positions.items() if step in retained.steps}
-        self._read = {step: count for step, count in self._read.items() if step in retained.steps}
-        self._lengths = {step: each for step, each in self._lengths.items() if step in retained.steps}
+        self._beside[step] = BesideSnapshot(
+            self._policy.state_check.reference(self._state),
+            step + self._passed + (step == self._first),
+            self.lengths,
+            None if self._loader is None else copy.deepcopy(self._loader.state_dict()),
+        )
+        self._beside = {taken: each for taken, each in self._beside.items() if taken in retained.steps}
 
     def older(self, step: int) -> Tree | None:
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
@@ -166,12 +177,12 @@ class States(NoStates):
         if before is not None:  # to before a slow spike, or as far back as there are states
             steps = policy.states.steps
             target = max((step for step in steps if step <= before), default=min(steps, default=None))
-        tree = None if target is None else self._newest_intact(target)
-        if target is None or tree is None:
+        tree = self._newest_intact(target)
+        if tree is None:
             raise TrainingHalted(f"step {number}: {policy.reason}; no healthy state is left to go back to")
         # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
         detour = policy.begin_rollback(step, step)
-        read = step + self._passed - self._read[tree["step"]]
+        read = step + self._passed - self._beside[tree["step"]].read
         self._restore(tree)
         self._passed += detour.skip_batches
         return detour.skip_batches + (0 if self._loader is None else read)
@@ -185,8 +196,7 @@ class States(NoStates):
         Raises:
             TrainingHalted: no intact state is left.
         """
-        newest = max(self._policy.states.steps, default=None)
-        tree = None if newest is None else self._newest_intact(newest)
+        tree = self._newest_intact(max(self._policy.states.steps, default=None))
         if tree is None:
             raise TrainingHalted(f"step {number}: {self._policy.reason}; no intact state is left to go back to")
         self._restore(tree)
@@ -197,31 +207,18 @@ class States(NoStates):
         kept = self._policy.cumulative_state()
         restore(tree, self._state, self._parts)
         self._policy.load_cumulative_state(kept)
-        self.lengths = self._lengths[tree["step"]]
+        beside = self._beside[tree["step"]]
+        self.lengths = beside.lengths
         self._snapshots.retain(self._policy.states.steps)
         if self._loader is not None:
-            self._loader.load_state_dict(copy.deepcopy(self._positions[tree["step"]]))
+            self._loader.load_state_dict(copy.deepcopy(beside.position))
 
-    def _newest_intact(self, target: int) -> Tree | None:
+    def _newest_intact(self, target: int | None) -> Tree | None:
         """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; or None."""
-        while (tree := self._snapshots.newest(target)) is not None:
+        while target is not None and (tree := self._snapshots.newest(target)) is not None:
             restore(tree, self._state, {})  # the present state is lost in any case
-            intact = self._policy.state_check.restored(self._state, self._references.get(tree["step"]))
+            intact = self._policy.state_check.restored(self._state, self._beside[tree["step"]].reference)
             if intact and state_is_finite(self._state.model, self._state.optimizer):
                 return tree
             self._snapshots.drop(tree["step"])
         return None
-
-
-def states(
-    model: nn.Module,
-    optimizer: Optimizer,
-    policy: SkipGuard,
-    scaling: Scaling,
-    loader: Loader | None,
-    any_rank: Callable[[bool], bool],
-) -> NoStates:
-    """Returns the states that a policy needs."""
-    if not isinstance(policy, RollbackGuard):
-        return NoStates()
-    return States(model, optimizer, policy, scaling, loader, any_rank)

@@ -10,7 +10,8 @@ from torch import nn
 
 from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.agreement import NotInvestigated
-from stabletrain.forensics.handler import IncidentRequest, IncidentSummary
+from stabletrain.forensics.handler import IncidentSummary
+from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.samples import MAX_LISTED, bad_samples, describe
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.replay import same_bits

@@ -12,7 +12,7 @@ from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.investigate import Findings
-from stabletrain.forensics.replay import replay
+from stabletrain.forensics.replay import VARIANTS, replay
 from stabletrain.forensics.repro import Repro, load_repro, save_repro
 from stabletrain.step import commit, compute
 from stabletrain.trainer.build import build
@@ -109,6 +109,11 @@ def live(job, pythons_generator=False):
         "older": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
     }
     return tensors, rest
+
+
+def replays(repro):
+    """The outcome of each variant of a step, in order."""
+    return {variant: replay(repro, variant) for variant in VARIANTS}
 
 
 def assert_unchanged(before, after):

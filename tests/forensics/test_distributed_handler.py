@@ -18,8 +18,8 @@ from stabletrain.forensics.distributed_handler import (
     step_was_bad,
     write_together,
 )
-from stabletrain.forensics.handler import IncidentHandler, IncidentRequest, NoIncidentHandler
-from stabletrain.forensics.investigate import Findings
+from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
+from stabletrain.forensics.investigate import Findings, IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.parallel.ranks import Ranks

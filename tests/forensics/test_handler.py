@@ -16,7 +16,8 @@ from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics import handler, incident
 from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.handler import IncidentHandler, IncidentRequest, NoIncidentHandler
+from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
+from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.parallel.whole import WholeState

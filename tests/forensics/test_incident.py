@@ -17,7 +17,7 @@ from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Damage, RunSettings
 from stabletrain.forensics.incident import NOT_NEEDED, Execution, as_json, file_incident, folder_for, write
 from stabletrain.forensics.incident_list import block, incidents, is_complete
-from stabletrain.forensics.investigate import investigate
+from stabletrain.forensics.investigate import IncidentRequest, investigate
 from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.probes.update import trace_update
 from stabletrain.forensics.replay import VARIANTS
@@ -184,7 +184,7 @@ def test_an_update_that_is_not_finite_is_filed_with_the_batch_and_is_not_replaye
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.Adam(model.parameters(), eps=0)
     subject = StepSubject(replace(repro, update=lambda: trace_update(model, optimizer, optimizer.step)))
-    found = investigate(subject, "update", classes=2, optimizer=optimizer, setting=RunSettings())
+    found = investigate(subject, IncidentRequest("update", optimizer, classes=2), RunSettings())
     assert found.evidence.outcomes == {}
     folder = file_incident(tmp_path, subject, found, rank=None, keep_state=True, execution=Execution(3, "x"))
     assert {file.name for file in folder.iterdir()} == FILES - {"step.json", "state.safetensors"}
@@ -206,7 +206,7 @@ def test_an_update_that_is_not_finite_is_filed_with_the_batch_and_is_not_replaye
 def test_an_update_that_is_finite_when_it_is_run_again_is_the_machines_fault(repro):
     for update, cause in ((lambda: None, "hardware_fault"), (None, "unsafe_optimizer")):
         subject = StepSubject(replace(repro, update=update))
-        found = investigate(subject, "update", classes=2, optimizer=None, setting=RunSettings())
+        found = investigate(subject, IncidentRequest("update", classes=2), RunSettings())
         assert found.diagnosis.cause == cause
         assert not any("lr" in fix for fix in found.diagnosis.fix)
     assert found.failures == ["the optimizer's step: it cannot be run again"]

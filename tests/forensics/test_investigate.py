@@ -12,7 +12,7 @@ from torch import nn
 from stabletrain.forensics import replay as replay_module
 from stabletrain.forensics import subject as subject_module
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.investigate import Checks, divisor_history, investigate, origin_of
+from stabletrain.forensics.investigate import Checks, IncidentRequest, divisor_history, investigate, origin_of
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.repro import Repro
@@ -49,8 +49,8 @@ def repro(tools):
 
 
 def looked_into(repro, kind="nonfinite", **more):
-    chosen = {"classes": 2, "optimizer": None, "setting": SETTING, **more}
-    return investigate(StepSubject(repro), kind, **chosen)
+    setting = more.pop("setting", SETTING)
+    return investigate(StepSubject(repro), IncidentRequest(kind, **{"classes": 2, **more}), setting)
 
 
 def test_an_unsafe_operation_is_named_with_its_line_and_the_outcomes_of_the_replays(repro):

@@ -11,7 +11,7 @@ import stabletrain.trainer.loop
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.forensics.probes.samples import find_culprits
-from stabletrain.forensics.replay import VARIANTS, nearly_equal, replay, replays
+from stabletrain.forensics.replay import VARIANTS, nearly_equal, replay
 from stabletrain.forensics.repro import load_repro, save_repro
 from stabletrain.records import Batch, RankPart
 from stabletrain.step import compute
@@ -29,6 +29,7 @@ from tests.forensics.given import (
     one_step,
     precision_of,
     recorded,
+    replays,
     repro_of,
     ruined,
 )
@@ -133,8 +134,7 @@ import numpy as np
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import to_host
 from stabletrain.forensics.probes.samples import find_culprits
-from stabletrain.forensics.replay import replays
-from tests.forensics.given import MODELS, RUINS, assert_unchanged, live, made, marked, repro_of, wearing
+from tests.forensics.given import MODELS, RUINS, assert_unchanged, live, made, marked, replays, repro_of, wearing
 
 for name, chosen in MODELS.items():
     job = made(Path(sys.argv[1]) / name, *chosen)

@@ -10,8 +10,8 @@ import torch
 from stabletrain.forensics.diagnosis import causes, fixes, fp8_causes, update_causes
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.handler import IncidentRequest
 from stabletrain.forensics.incident_list import incidents
+from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.update import trace_update
 from stabletrain.guarded.incidents import IN_CODE, LoopHandler, for_any_loop, in_code
 from tests.guarded.given import Loop, batches

@@ -17,7 +17,8 @@ from stabletrain.config.make import plain
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.data.to_device import ToDevice
 from stabletrain.forecast.forecast import NoForecast
-from stabletrain.forensics.handler import IncidentRequest, IncidentSummary, NoIncidentHandler
+from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
+from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats

@@ -44,6 +44,7 @@ from stabletrain.forensics.diagnosis.fp8_causes import fp8_overflow, fp8_underfl
 from stabletrain.forensics.diagnosis.sentences import (
     batch_name,
     chain_lines,
+    lost_gradients,
     origin_details,
     origin_lines,
     origin_sentence,
@@ -213,20 +214,13 @@ def fp16_underflow(e: Evidence) -> Diagnosis | None:
     u = e.underflow
     if u is None or not u.real or e.setting.choices.get("precision") == "fp8":
         return None
-    verdict = (
-        f"at loss scale {u.loss_scale:g}, {u.zeros:.0%} of all gradient elements are exactly 0 in fp16, "
-        f"{u.in_fp32:.0%} in fp32; worst hit: {', '.join(one.name for one in u.worst[:3])}"
-    )
-    lines = [
-        f"{one.name}: {one.zeros:.1%} of its gradient elements are 0 in fp16, {one.in_fp32:.1%} in fp32; fp16 loses "
-        f"{one.lost:.1%} of those that are not 0 in fp32"
-        for one in u.worst
-    ]
+    verdict, lines = lost_gradients(u, "fp16")
     tried = (
         "no larger loss scale avoids both underflow and overflow"
         if u.sufficient_scale is None
         else f"a loss scale of {u.sufficient_scale:g} keeps them"
     )
+    verdict = f"at loss scale {u.loss_scale:g}, {verdict}"
     return Diagnosis("fp16_underflow", 0.95, verdict, larger_loss_scale(e, u), [*lines, tried])
 
 

@@ -304,12 +304,10 @@ def loss_has_risen(e: Evidence) -> bool:
 
 def has_input_outlier(e: Evidence) -> bool:
     """Whether an input is far larger than the inputs of another batch, and the step is finite with that other batch."""
-    known = e.largest_input is not None and e.largest_input.elsewhere > 0
-    return (
-        known
-        and e.largest_input.largest > INPUT_OUTLIER_RATIO * e.largest_input.elsewhere
-        and e.finite("fresh_batch") is True
-    )
+    found = e.largest_input
+    if found is None or not found.largest > INPUT_OUTLIER_RATIO * found.elsewhere > 0:
+        return False
+    return e.finite("fresh_batch") is True
 
 
 def decay_too_strong(e: Evidence) -> bool:

@@ -8,7 +8,7 @@ import math
 
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import Evidence, finite_in_fp32, first_loss_too_large, weights_ruined
-from stabletrain.forensics.diagnosis.sentences import origin_details, origin_sentence, source_line
+from stabletrain.forensics.diagnosis.sentences import lost_gradients, origin_details, origin_sentence, source_line
 from stabletrain.forensics.probes.fp8_casts import Cast
 from stabletrain.forensics.trace.origin import Origin
 
@@ -55,15 +55,7 @@ def fp8_underflow(e: Evidence) -> Diagnosis | None:
     """Casts flush most of a tensor to 0, or gradients are 0 in fp8 and not in fp32."""
     u = e.underflow
     if u is not None and u.real and e.setting.choices.get("precision") == "fp8":
-        verdict = (
-            f"{u.zeros:.0%} of all gradient elements are exactly 0 in fp8, {u.in_fp32:.0%} in fp32; worst hit: "
-            f"{', '.join(one.name for one in u.worst[:3])}"
-        )
-        listed = [
-            f"{one.name}: {one.zeros:.1%} of its gradient elements are 0 in fp8, {one.in_fp32:.1%} in fp32; fp8 loses "
-            f"{one.lost:.1%} of those that are not 0 in fp32"
-            for one in u.worst
-        ]
+        verdict, listed = lost_gradients(u, "fp8")
         return Diagnosis("fp8_underflow", 0.95, verdict, cast_fixes(e), [*listed, *cast_lines(e)])
     if not casts_did_harm(e) or e.fp8 is None or e.fp8.clipped or not e.fp8.lost:
         return None

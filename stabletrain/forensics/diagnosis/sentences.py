@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stabletrain.forensics.diagnosis.evidence import Evidence
+from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.replay import Outcome
 
 
@@ -30,6 +31,19 @@ def replay_difference(e: Evidence, again: Outcome) -> str:
             "another one, or with the network between them"
         )
     return text
+
+
+def lost_gradients(u: Underflow, kind: str) -> tuple[str, list[str]]:
+    """How many gradient elements are 0 in a format, and in fp32; and a line for each of the worst parameters."""
+    verdict = (
+        f"{u.zeros:.0%} of all gradient elements are exactly 0 in {kind}, {u.in_fp32:.0%} in fp32; worst hit: "
+        f"{', '.join(one.name for one in u.worst[:3])}"
+    )
+    return verdict, [
+        f"{one.name}: {one.zeros:.1%} of its gradient elements are 0 in {kind}, {one.in_fp32:.1%} in fp32; "
+        f"{kind} loses {one.lost:.1%} of those that are not 0 in fp32"
+        for one in u.worst
+    ]
 
 
 def origin_sentence(e: Evidence) -> str:

@@ -89,7 +89,8 @@ def fixes_of(e: Evidence, u: UpdateFault) -> list[str]:
         first = [f"{at}: keep the number finite and above 0: it was computed outside of tensors, in Python"]
     else:
         first = [f"{at}: {FIXES.get(u.why, 'keep the argument inside the domain of the operation')}"]
-    return [*first, *(another_init(e, u) if zero_root(u) else [])]
+    came_from_zero = u.root is not None and u.root.zeros > 0
+    return [*first, *(another_init(e, u) if came_from_zero else [])]
 
 
 def floor_denominator(u: UpdateFault, at: str) -> str:
@@ -108,11 +109,6 @@ def fp32_state(u: UpdateFault) -> list[str]:
     return [
         f"keep fp32 master weights: parameters and moments in fp32, and {name} in autocast only, not {name} weights"
     ]
-
-
-def zero_root(u: UpdateFault) -> bool:
-    """Whether a tensor from before the step was 0, at least in part."""
-    return u.root is not None and u.root.zeros > 0
 
 
 def another_init(e: Evidence, u: UpdateFault) -> list[str]:

@@ -107,22 +107,17 @@ class Fp8Casts:
 def fp8_casts(repro: Repro) -> Fp8Casts | None:
     """Measures the casts to fp8 in a replay of the step; None if there are none."""
     inputs = same(repro)
-    watching = Casts(inputs.model)
-    with watching:
-        forward_backward(
-            inputs.model, inputs.batches, replace(inputs.tools, objective=inputs.tools.objective.plain), repro.step
-        )
+    tools = replace(inputs.tools, objective=inputs.tools.objective.plain)
+    with Casts(inputs.model) as watching:
+        forward_backward(inputs.model, inputs.batches, tools, repro.step)
     if not watching.worst:
         return None
     found = Fp8Casts(tuple(watching.worst[:MAX_LISTED]))
     if not found.clipped and not found.lost:
         return found
     without = replay_changed(repro, lambda model: [to_bf16_(layer) for layer in fp8_layers(model).values()], NoCasts())
-    return replace(
-        found,
-        without=without,
-        tried={each: replay_changed(repro, act) for each, act in candidates(repro, found)},
-    )
+    tried = {override: replay_changed(repro, change) for override, change in candidates(repro, found)}
+    return replace(found, without=without, tried=tried)
 
 
 def candidates(repro: Repro, found: Fp8Casts) -> list[tuple[str, Callable[[nn.Module], Any]]]:
@@ -136,13 +131,8 @@ def candidates(repro: Repro, found: Fp8Casts) -> list[tuple[str, Callable[[nn.Mo
         rowwise = replace(precision, recipe="rowwise")
         listed.append(("precision.recipe=rowwise", lambda model: rowwise.convert([*fp8_layers(model).values()])))
     if names and len(names) < len(layers):
-        kept = [*precision.bf16_modules, *names]
-        listed.append(
-            (
-                f"precision.bf16_modules=[{','.join(kept)}]",
-                lambda model: [to_bf16_(model.get_submodule(name)) for name in names],
-            )
-        )
+        override = f"precision.bf16_modules=[{','.join([*precision.bf16_modules, *names])}]"
+        listed.append((override, lambda model: [to_bf16_(model.get_submodule(name)) for name in names]))
     return listed
 
 
@@ -155,7 +145,7 @@ def replay_changed(
         inputs = same(repro)
         change(inputs.model)
         with around or contextlib.nullcontext():
-            return forward_backward(inputs.model, inputs.batches, inputs.tools, repro.step)
+            return forward_backward(*inputs, repro.step)
 
     return outcome_of(run, repro.deadline)
 
@@ -238,14 +228,11 @@ class Casts(TorchDispatchMode):
         scale, clipped = self._scaling(source)
         scales = torch.full((), math.nan) if scale is None else torch.as_tensor(scale).abs()
         least = math.inf if bool(scales.isinf().any()) else float(scales.min())
+        passed = "grad_output" if caller.backward else "input"
         one = Cast(
             module=caller.place.module,
             source=caller.place.source,
-            tensor="weight"
-            if storage(source)._cdata in self._weights
-            else "grad_output"
-            if caller.backward
-            else "input",
+            tensor="weight" if storage(source)._cdata in self._weights else passed,
             format=FORMATS[out.dtype],
             scale=least,
             absmax=float(before.abs().max()) / least if least and before.numel() else math.nan,

@@ -51,14 +51,8 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
                 found.append({"index": index, **identity_of(batch, index), "fault": fault, "what": what})
                 break
     if not found and not batch.counted and not batch.count_targets():
-        found = [
-            {
-                "index": None,
-                **identity_of(batch, 0),
-                "fault": "ignored",
-                "what": f"every target is {IGNORE_INDEX}, so all are ignored",
-            }
-        ]
+        what = f"every target is {IGNORE_INDEX}, so all are ignored"
+        found = [{"index": None, **identity_of(batch, 0), "fault": "ignored", "what": what}]
     return found[:MAX_LISTED]
 
 
@@ -231,11 +225,6 @@ class FixedDivisor(Objective):
     def __init__(self, objective: Objective, n_valid: Tensor) -> None:
         self._objective, self._n_valid = objective, n_valid
 
-    @property
-    def plain(self) -> Objective:
-        """The objective that divides by the targets that it gets."""
-        return self._objective
-
     def wrap(self, forward: Callable[..., Any], model: nn.Module, tools: StepTools) -> Callable[..., Any]:
         """Wraps `forward` as the plain objective does."""
         return self._objective.wrap(forward, model, tools)
@@ -255,16 +244,12 @@ class Bisection(Trials):
 
     def __init__(self, repro: Repro) -> None:
         super().__init__(len(repro.batch), repro.deadline)
-        self._repro, self._model, self._tools = repro, repro.copy_model(), self._tools_with_fixed_divisor(repro)
+        self._repro, self._model, tools = repro, repro.copy_model(), repro.replay_tools()
         self._filling: Batch | None = None
-
-    @staticmethod
-    def _tools_with_fixed_divisor(repro: Repro) -> Tools:
-        """The tools, with an objective that divides by the number of targets in the whole batch."""
-        # A few samples have few targets. Divided by these alone, their loss could overflow fp16 in the backward pass.
-        tools, count = repro.replay_tools(), repro.batch.count_targets()
-        n_valid = torch.tensor(max(count, 1), device=repro.device)
-        return replace(tools, objective=FixedDivisor(tools.objective.plain, n_valid))
+        # Divide by the number of targets in the whole batch. A few samples have few targets: divided by these alone,
+        # their loss could overflow fp16 in the backward pass.
+        n_valid = torch.tensor(max(repro.batch.count_targets(), 1), device=repro.device)
+        self._tools = replace(tools, objective=FixedDivisor(tools.objective.plain, n_valid))
 
     def whole(self) -> list[Batch]:
         """Returns the micro-batches of the step."""

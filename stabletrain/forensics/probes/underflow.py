@@ -98,7 +98,7 @@ def can_underflow(precision: FullPrecision) -> bool:
 
 def gradients(inputs: ReplayInputs, step: int) -> dict[str, Tensor] | None:
     """The unscaled gradients of a replay by parameter; None if they or the loss are not finite."""
-    loss, norm, _ = forward_backward(inputs.model, inputs.batches, inputs.tools, step)
+    loss, norm, _ = forward_backward(*inputs, step)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return None
     return {name: p.grad for name, p in inputs.model.named_parameters() if p.grad is not None}

@@ -26,10 +26,10 @@ from stabletrain.forensics.probes.update_reason import (
     root_of,
     tensor_name,
 )
-from stabletrain.forensics.trace.origin import BLAME_ORDER, Origin
+from stabletrain.forensics.trace.origin import BLAME_ORDER, Origin, origin_of_record
 from stabletrain.forensics.trace.recorder import Source
 from stabletrain.forensics.trace.update_recorder import Label, UpdateTrace
-from stabletrain.forensics.trace.values import dense, is_float, leaves, local
+from stabletrain.forensics.trace.values import dense, is_float, leaves, local, tensors
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.stability.guard.copies import put_back_after
 from stabletrain.stability.guard.written import containers, kept_outside, parts_of, tensors_in, update_is_finite
@@ -110,16 +110,8 @@ class UpdateFault:
 
     def as_dict(self) -> dict[str, Any]:
         """The fault as a mapping, for the diagnosis, without the origin; non-finite numbers stay floats."""
-        return {
-            "optimizer": self.optimizer,
-            "parameter": self.parameter,
-            "tensor": self.tensor,
-            "dtype": self.dtype,
-            "group": self.group,
-            "settings": dict(self.settings),
-            "broken": list(self.broken),
-            "count": self.count,
-            "text": self.text,
+        simple = ("optimizer", "parameter", "tensor", "dtype", "group", "settings", "broken", "count", "text")
+        return {key: getattr(self, key) for key in simple} | {
             "root": None if self.root is None else self.root._asdict(),
             "bad_settings": [each._asdict() for each in self.bad_settings],
         }
@@ -245,16 +237,13 @@ class OptimizerBefore:
 
     def _of_parameters(self) -> Iterator[tuple[Tensor, Label]]:
         """The parameters and their moments, in the model's order."""
-        optimizers = [self.optimizer, *wrapped_optimizers(self.optimizer)]
+        held = leaves(vars(self.optimizer))
+        wrapped = [each for each in held if hasattr(each, "param_groups") and hasattr(each, "state")]
         for name, parameter in self.parameters:
             yield parameter, Label("parameter", name)
-            for optimizer in optimizers:
-                yield from (
-                    (tensor, Label(str(key), name))
-                    for key, value in state_items(optimizer, parameter)
-                    for tensor in leaves(value)
-                    if isinstance(tensor, Tensor)
-                )
+            for optimizer in [self.optimizer, *wrapped]:
+                for key, value in state_items(optimizer, parameter):
+                    yield from ((tensor, Label(str(key), name)) for tensor in tensors(value))
 
     def broken(self) -> list[tuple[Label, Tensor]]:
         """The parameters and moments that are not finite now."""
@@ -271,63 +260,56 @@ class OptimizerBefore:
         sources: Mapping[Label, frozenset[Source]],
     ) -> UpdateFault:
         """Explains the tensors that are not finite after the step."""
-        for label, tensor in [(label, tensor) for tensor, label in self.tensors()]:
+        for tensor, label in [*self.tensors()]:
             tracing.label_new(tensor, label)  # moments that the step has made
         reached = frozenset[Source]().union(*sources.values())
         source = min(reached, key=lambda one: (BLAME_ORDER[one.how], one.record)) if reached else None
         mine = set[str]() if source is None else tracing.details[source.record].parameters
-        hit = [label for label, _ in broken if source in sources.get(label, ())] or [label for label, _ in broken]
+        labels = [label for label, _ in broken]
+        hit = [label for label in labels if source in sources.get(label, ())] or labels
         own = [label for label in hit if label.parameter in mine] or hit
         name = min(mine) if own[0].what == "attribute" and mine else own[0].parameter
-        written = self._written(tracing, source)
+        # The tensor that the operation to blame wrote to, if it is one of the optimizer's.
+        writes = () if source is None else tracing.details[source.record].writes
+        written = next((tracing.labels[each.place] for each in writes if each.place in tracing.labels), None)
         which = next((label for label in own if label == written), own[0])
         tensor = next((tensor for label, tensor in broken if label == which), broken[0][1])
         reason, fused, inside = self._reason(tracing, source, which, tensor)
-        group = self.groups.get(name, 0)
-        return UpdateFault(
-            optimizer=type(self.optimizer).__name__,
-            parameter=name,
-            tensor=which.what,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            group=group,
-            settings=self.settings[group] if group < len(self.settings) else {},
-            broken=[tensor_name(label) for label, _ in broken[:MAX_LISTED]],
-            count=len(broken),
-            why=reason.why,
-            reason=reason.words,
-            origin=None if source is None else self._origin(tracing, source, reason, name, inside),
-            text="" if source is None else tracing.details[source.record].text,
-            divisor=reason.divisor,
-            root=reason.root,
-            zero_weights=self.zero_weights,
-            fused=fused,
-            bad_settings=self.bad_settings or (betas_of_one(self.settings) if reason.why == "zero_number" else []),
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found = self._fault(which._replace(parameter=name), dtype, labels, reason)
+        if source is None:
+            return found
+        record = tracing.records[source.record]
+        finding = record.finding if inside is None else None
+        origin = origin_of_record(record, source.how, reason.why, reason.words, finding)
+        origin = replace(origin, module=name, direction="update")
+        return replace(found, origin=origin, text=tracing.details[source.record].text, fused=fused)
 
     def number_fault(self, wrong: Sequence[Label]) -> UpdateFault:
         """Explains numbers in Python that are NaN after the step, although all tensors are finite."""
-        what, name = wrong[0]
-        group = self.groups[name]
+        words = "a number that is computed in Python, outside of tensors"
+        reason = Reason("constant", f"{tensor_name(wrong[0])} is nan after the step: {words}")
+        return self._fault(wrong[0], "float", wrong, reason)
+
+    def _fault(self, label: Label, dtype: str, broken: Sequence[Label], reason: Reason) -> UpdateFault:
+        """Returns the fault of a tensor or number, for this reason, without the operation to blame."""
+        group = self.groups.get(label.parameter, 0)
         return UpdateFault(
             optimizer=type(self.optimizer).__name__,
-            parameter=name,
-            tensor=what,
-            dtype="float",
+            parameter=label.parameter,
+            tensor=label.what,
+            dtype=dtype,
             group=group,
-            settings=self.settings[group],
-            broken=[tensor_name(label) for label in wrong[:MAX_LISTED]],
-            count=len(wrong),
-            why="constant",
-            reason=f"{tensor_name(wrong[0])} is nan after the step: a number that is computed in Python, "
-            "outside of tensors",
+            settings=self.settings[group] if group < len(self.settings) else {},
+            broken=[tensor_name(each) for each in broken[:MAX_LISTED]],
+            count=len(broken),
+            why=reason.why,
+            reason=reason.words,
+            divisor=reason.divisor,
+            root=reason.root,
             zero_weights=self.zero_weights,
-            bad_settings=self.bad_settings,
+            bad_settings=self.bad_settings or (betas_of_one(self.settings) if reason.why == "zero_number" else []),
         )
-
-    def _written(self, tracing: UpdateTrace, source: Source | None) -> Label | None:
-        """The tensor that the operation to blame wrote to; None if it is none of the optimizer's."""
-        writes = () if source is None else tracing.details[source.record].writes
-        return next((tracing.labels[each.place] for each in writes if each.place in tracing.labels), None)
 
     def _reason(
         self, tracing: UpdateTrace, source: Source | None, label: Label, tensor: Tensor
@@ -373,31 +355,6 @@ class OptimizerBefore:
         root = root_of(gradient, self.sizes) if hints and size is not None else None
         return Reason("untraced", f"{tensor_name(label)} is not finite after the step: {unseen}{likely}", root)
 
-    def _origin(
-        self, tracing: UpdateTrace, source: Source, reason: Reason, name: str, inside: UpdateTrace | None
-    ) -> Origin:
-        record = tracing.records[source.record]
-        finding = record.finding if inside is None else None
-        bad = next((values for values in (*record.outputs, *record.inputs) if not values.finite), None)
-        return Origin(
-            module=name,
-            op=record.op,
-            direction="update",
-            source=record.source,
-            called_from=record.called_from,
-            node="",
-            dtype=bad.dtype if bad is not None else "",
-            inputs=record.inputs,
-            outputs=record.outputs,
-            how=source.how,
-            why=reason.why,
-            reason=reason.words,
-            should_have_been=None if finding is None else finding.should_have_been,
-            in_fp32=None if finding is None else finding.in_fp32,
-            chain=(),
-            index=record.index,
-        )
-
 
 def repeat_fused(model: nn.Module, tracing: UpdateTrace, index: int, name: str) -> tuple[UpdateTrace, Source] | None:
     """Repeats a fused kernel's arithmetic in fp32, one operation at a time.
@@ -428,11 +385,6 @@ def repeat_fused(model: nn.Module, tracing: UpdateTrace, index: int, name: str) 
         again.step()
     reached = frozenset[Source]().union(*(nested.sources_of(tensor) for tensor, _ in known))
     return (nested, min(reached, key=lambda one: (BLAME_ORDER[one.how], one.record))) if reached else None
-
-
-def wrapped_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers that an optimizer wraps."""
-    return [each for each in leaves(vars(optimizer)) if hasattr(each, "param_groups") and hasattr(each, "state")]
 
 
 def tensors_within(value: Any) -> list[Tensor]:

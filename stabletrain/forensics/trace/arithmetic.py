@@ -59,7 +59,8 @@ def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: 
         with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):  # arguments unknown to the rule
             found = nonfinite_rules.why(func, name, args, kwargs, output, node)
     if found is None:
-        found = ("unknown", f"produced {made(output)} from {input_sizes(args)}{fp64_in_words(in_fp64)}")
+        fp64 = "it has no fp64 kernel to compare with" if in_fp64 is None else "fp64 gives no finite result either"
+        found = ("unknown", f"produced {made(output)} from {input_sizes(args)}; {fp64}")
     why, words = found
     behind = f", in the backward of {forward_name(node)}" if node else ""
     return Finding(why, words + behind, in_fp64, in_fp32)
@@ -131,11 +132,6 @@ def measurable(leaf: Any) -> bool:
 def made(output: Tensor) -> str:
     """`NaN` or `Inf`; NaN if the output holds both."""
     return "NaN" if bool(torch.isnan(output).any()) else "Inf"
-
-
-def fp64_in_words(in_fp64: float | None) -> str:
-    """Describes the result of the computation in fp64."""
-    return "; fp64 gives no finite result either" if in_fp64 is not None else "; it has no fp64 kernel to compare with"
 
 
 def forward_name(node: str) -> str:

@@ -37,12 +37,17 @@ def count(hits: Tensor) -> str:
     return f"{int(hits.sum())} of {hits.numel()} values"
 
 
+def at(hits: Tensor, key: str, words: str) -> RuleResult:
+    """The key, and the words with the number of values that `hits` marks; None if there are none."""
+    return (key, f"{words} ({count(hits)})") if bool(hits.any()) else None
+
+
 def log(args: tuple, named: dict) -> RuleResult:
     """log of 0 or a negative number."""
     x = args[0]
     if bool((x < 0).any()):
         return "log_of_negative", f"log of a negative number ({count(x < 0)}, minimum {float(x.min()):.4g})"
-    return ("log_of_zero", f"log of 0 ({count(x == 0)})") if bool((x == 0).any()) else None
+    return at(x == 0, "log_of_zero", "log of 0")
 
 
 def log1p(args: tuple, named: dict) -> RuleResult:
@@ -63,22 +68,17 @@ def logit(args: tuple, named: dict) -> RuleResult:
 
 def sqrt(args: tuple, named: dict) -> RuleResult:
     """Square root of a negative number."""
-    x = args[0]
-    return ("root_of_negative", f"root of a negative number ({count(x < 0)})") if bool((x < 0).any()) else None
+    return at(args[0] < 0, "root_of_negative", "root of a negative number")
 
 
 def rsqrt(args: tuple, named: dict) -> RuleResult:
     """1 / sqrt(x)."""
-    x = args[0]
-    if found := sqrt(args, named):
-        return found
-    return ("division_by_zero", f"1 / sqrt(0) ({count(x == 0)})") if bool((x == 0).any()) else None
+    return sqrt(args, named) or at(args[0] == 0, "division_by_zero", "1 / sqrt(0)")
 
 
 def reciprocal(args: tuple, named: dict) -> RuleResult:
     """1 / x."""
-    x = args[0]
-    return ("division_by_zero", f"1 / 0 ({count(x == 0)})") if bool((x == 0).any()) else None
+    return at(args[0] == 0, "division_by_zero", "1 / 0")
 
 
 def div(args: tuple, named: dict) -> RuleResult:
@@ -87,12 +87,11 @@ def div(args: tuple, named: dict) -> RuleResult:
     if x.device != y.device:
         x, y = (value.cpu() if value.dim() == 0 else value for value in (x, y))
     zero = torch.broadcast_tensors(x, y == 0)[1]
-    if not bool(zero.any()):
-        return inf_over_inf(x, y)
-    both = (x == 0) & zero
-    if bool(both.any()):
-        return "zero_over_zero", f"0 / 0 ({count(both)})"
-    return "division_by_zero", f"division by 0 ({count(zero)})"
+    return (
+        at((x == 0) & zero, "zero_over_zero", "0 / 0")
+        or at(zero, "division_by_zero", "division by 0")
+        or at(torch.isinf(x) & torch.isinf(y), "inf_over_inf", "inf / inf")
+    )
 
 
 def addcdiv(args: tuple, named: dict) -> RuleResult:
@@ -100,17 +99,11 @@ def addcdiv(args: tuple, named: dict) -> RuleResult:
     return div(args[1:3], named)
 
 
-def inf_over_inf(x: Tensor, y: Tensor) -> RuleResult:
-    """inf / inf."""
-    both = torch.isinf(x) & torch.isinf(y)
-    return ("inf_over_inf", f"inf / inf ({count(both)})") if bool(both.any()) else None
-
-
 def remainder(args: tuple, named: dict) -> RuleResult:
     """Remainder of a division by 0."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     zero = torch.broadcast_tensors(x, y == 0)[1]
-    return ("division_by_zero", f"remainder of a division by 0 ({count(zero)})") if bool(zero.any()) else None
+    return at(zero, "division_by_zero", "remainder of a division by 0")
 
 
 def polygamma(args: tuple, named: dict) -> RuleResult:
@@ -122,24 +115,17 @@ def weight_norm(args: tuple, named: dict) -> RuleResult:
     """g v / |v| for v = 0."""
     v, over = args[0], named.get("dim", 0)
     length = v.movedim(over, 0).flatten(1).norm(dim=1)
-    hits = length == 0
-    return (
-        ("zero_over_zero", f"a weight vector of norm 0 divided by its norm ({count(hits)})")
-        if bool(hits.any())
-        else None
-    )
+    return at(length == 0, "zero_over_zero", "a weight vector of norm 0 divided by its norm")
 
 
 def power(args: tuple, named: dict) -> RuleResult:
     """x ** y; either may be a Python number."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     zero, negative = (x == 0) & (y < 0), (x < 0) & (y != y.floor() if is_float(y) else y != y)
-    if bool(zero.any()):
-        return "zero_to_negative_power", f"0 to a negative power ({count(zero)})"
-    if bool(negative.any()):
-        return "root_of_negative", f"a negative number to a fractional power ({count(negative)})"
-    if not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
-        return None
+    found = at(zero, "zero_to_negative_power", "0 to a negative power")
+    found = found or at(negative, "root_of_negative", "a negative number to a fractional power")
+    if found or not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
+        return found
     return "overflow", f"a power of numbers up to {float(x.abs().max()):.4g} overflows every format"
 
 
@@ -150,12 +136,7 @@ def exp(args: tuple, named: dict) -> RuleResult:
 
 def outside(hit: Callable[[Tensor], Tensor], words: str) -> Callable[[tuple, dict], RuleResult]:
     """The rule of a function that has no finite value where `hit` is true."""
-
-    def rule(args: tuple, named: dict) -> RuleResult:
-        hits = hit(args[0])
-        return ("outside_domain", f"{words} ({count(hits)})") if bool(hits.any()) else None
-
-    return rule
+    return lambda args, named: at(hit(args[0]), "outside_domain", words)
 
 
 def softmax(args: tuple, named: dict) -> RuleResult:
@@ -185,11 +166,8 @@ def variance(args: tuple, named: dict) -> RuleResult:
 
 def mean(args: tuple, named: dict) -> RuleResult:
     """Mean of an empty tensor."""
-    return (
-        ("mean_of_nothing", f"mean of an empty tensor, shape {list(args[0].shape)}: 0 / 0")
-        if 0 in args[0].shape
-        else None
-    )
+    shape = list(args[0].shape)
+    return ("mean_of_nothing", f"mean of an empty tensor, shape {shape}: 0 / 0") if 0 in shape else None
 
 
 def nll(args: tuple, named: dict) -> RuleResult:
@@ -242,12 +220,9 @@ def product(args: tuple, named: dict) -> RuleResult:
     read = [x for x in tensors(args) if is_float(x)]
     if not any(bool(torch.isinf(x).any()) for x in read):
         return None
-    zeros = any(bool((x == 0).any()) for x in read)
-    return (
-        ("zero_times_inf", "0 * inf in a sum of products")
-        if zeros
-        else ("inf_minus_inf", "inf - inf in a sum of products")
-    )
+    if any(bool((x == 0).any()) for x in read):
+        return "zero_times_inf", "0 * inf in a sum of products"
+    return "inf_minus_inf", "inf - inf in a sum of products"
 
 
 RULES: dict[str, Callable[[tuple, dict], RuleResult]] = {

@@ -9,9 +9,12 @@ a masked -Inf and a real overflow, the overflow is blamed.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from torch import nn
+
+from stabletrain.forensics.trace.arithmetic import Finding
 from stabletrain.forensics.trace.callers import OUTSIDE_MODEL
 from stabletrain.forensics.trace.recorder import ACCIDENTS, OpRecord, Source, Trace
 from stabletrain.forensics.trace.values import Values
@@ -95,9 +98,14 @@ def find_origin(trace: Trace) -> Origin | None:
 
 
 def origin_at(trace: Trace, source: Source, why: str, reason: str) -> Origin:
-    """Returns the origin at the source's operation, for this reason."""
+    """Returns the origin at the source's operation, for this reason, with the magnitudes that led up to it."""
     record = trace.records[source.record]
     finding = record.finding if source.how in ACCIDENTS else None
+    return replace(origin_of_record(record, source.how, why, reason, finding), chain=chain(trace, record))
+
+
+def origin_of_record(record: OpRecord, how: str, why: str, reason: str, finding: Finding | None) -> Origin:
+    """Returns the origin at an operation, without what led up to it; `finding` is None if its arithmetic is unknown."""
     bad = next((v for v in record.outputs if not v.finite), next((v for v in record.inputs if not v.finite), None))
     return Origin(
         module=record.module,
@@ -109,12 +117,12 @@ def origin_at(trace: Trace, source: Source, why: str, reason: str) -> Origin:
         dtype=(bad or record.outputs[0]).dtype,
         inputs=record.inputs,
         outputs=record.outputs,
-        how=source.how,
+        how=how,
         why=why,
         reason=reason,
         should_have_been=None if finding is None else finding.should_have_been,
         in_fp32=None if finding is None else finding.in_fp32,
-        chain=chain(trace, record),
+        chain=(),
         index=record.index,
     )
 
@@ -191,20 +199,16 @@ def chain(trace: Trace, origin: OpRecord) -> tuple[Link, ...]:
     here = [r for r in trace.records[: origin.index + 1] if r.part == origin.part and not r.recomputed]
     forward = [record for record in here if record.direction == "forward"]
     backward = [record for record in here if record.direction == "backward"]
-
-    def where(record: OpRecord) -> str:
-        return place(record.module, among)
-
-    return links(forward, where, last_output) + links(backward, where, largest_output)
+    return links(forward, among, last_output) + links(backward, among, largest_output)
 
 
 def links(
-    records: Sequence[OpRecord], where: Callable[[OpRecord], str], chosen: Callable[[list[Values]], Values]
+    records: Sequence[OpRecord], among: dict[str, nn.Module], chosen: Callable[[list[Values]], Values]
 ) -> tuple[Link, ...]:
     """One link for each part of the model, in the order in which the parts finish."""
     found: dict[str, tuple[str, list[Values]]] = {}
     for record in records:
-        name = where(record)
+        name = place(record.module, among)
         values = [value for value in record.outputs[:1] if value.absmax is not None]
         before_the_model = name == OUTSIDE_MODEL and not found and record.direction == "forward"
         if name and values and not before_the_model:

@@ -27,11 +27,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.buffers import is_huge, is_measured
+from stabletrain.checkpoint.tree import map_tensors
 from stabletrain.forensics.trace.arithmetic import Finding, explain_nonfinite
 from stabletrain.forensics.trace.callers import Callers
 from stabletrain.forensics.trace.values import (
     Values,
-    copy,
     is_float,
     leaves,
     measure,
@@ -98,9 +98,13 @@ def arguments_before(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]
         return args, kwargs
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     names = [argument.name for argument in schema.arguments]
-    copied = tuple(copy(value) if write else value for value, write in zip(args, written, strict=False))
+
+    def kept(value: Any, write: bool) -> Any:
+        return map_tensors(lambda tensor: tensor.clone(), value) if write else value
+
     by_name = dict(zip(names, written, strict=True))
-    return copied, {name: copy(value) if by_name.get(name) else value for name, value in kwargs.items()}
+    copied = tuple(kept(value, write) for value, write in zip(args, written, strict=False))
+    return copied, {name: kept(value, by_name.get(name, False)) for name, value in kwargs.items()}
 
 
 def arguments(func: Any, args: tuple, kwargs: dict) -> list[tuple[Any, Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stabletrain.forensics.trace.callers import StepCallers
 from stabletrain.forensics.trace.recorder import Call, Source, Trace, arguments_before, tensors_modified, tensors_read
-from stabletrain.forensics.trace.values import dense, is_float, measure, tensors, unscaled
+from stabletrain.forensics.trace.values import dense, is_float, leaves, measure, tensors, unscaled
 
 
 class Label(NamedTuple):
@@ -145,8 +145,7 @@ class UpdateTrace(Trace):
     def _detail(self, op: str, reads: tuple[Content, ...], numbers: tuple[float, ...], writes: list[Tensor]) -> None:
         """Adds the details of the newest record, and the parameters that its outputs were computed from."""
         after = tuple(self._content(tensor) for tensor in writes)
-        parts = [self._parameters_of(each.place) for each in (*reads, *after)]
-        parameters = frozenset[str]().union(*parts)
+        parameters = frozenset[str]().union(*(self._parameters_of(each.place) for each in (*reads, *after)))
         for each in after:
             self._parameters[each.place] = parameters
         name = op.rpartition(".")[2].removeprefix("_foreach_").rstrip("_")
@@ -183,13 +182,7 @@ def byte_range(tensor: Tensor) -> tuple[int, int]:
 
 def scalars(value: Any) -> Iterator[float]:
     """The Python numbers in arguments; booleans do not count."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from scalars(each)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield value
+    return (leaf for leaf in leaves(value) if isinstance(leaf, int | float) and not isinstance(leaf, bool))
 
 
 def list_elements(op: str, args: tuple, kwargs: dict) -> list[tuple[tuple, dict]] | None:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stabletrain.checkpoint.tree import map_tensors
+
 
 class Values(NamedTuple):
     """Shape, dtype and magnitude of a tensor. `absmax` is NaN if it holds a NaN, and None if it holds integers."""
@@ -28,13 +30,6 @@ class Values(NamedTuple):
     def nan(self) -> bool:
         """Whether the tensor holds a NaN."""
         return self.absmax is not None and math.isnan(self.absmax)
-
-
-def copy(value: Any) -> Any:
-    """Copies a tensor, or each tensor of a list."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return [copy(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -60,12 +55,12 @@ def is_float(tensor: Tensor) -> bool:
 
 def unscaled(value: Any) -> Any:
     """Converts torchao's scaled fp8 tensors and shards, also in lists, tuples and dicts, to ordinary tensors."""
-    if isinstance(value, Tensor):
-        value = local(value)
-        return value.to_original_precision() if is_scaled_fp8(value) else value  # ty: ignore[missing-attribute]
-    if isinstance(value, list | tuple):
-        return type(value)([unscaled(each) for each in value])
-    return {key: unscaled(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+    def ordinary(tensor: Tensor) -> Tensor:
+        tensor = local(tensor)
+        return tensor.to_original_precision() if is_scaled_fp8(tensor) else tensor  # ty: ignore[missing-attribute]
+
+    return map_tensors(ordinary, value)
 
 
 def is_scaled_fp8(tensor: Tensor) -> bool:

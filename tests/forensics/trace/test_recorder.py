@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from stabletrain.forensics.trace.origin import find_origin
-from stabletrain.forensics.trace.recorder import Trace
+from stabletrain.forensics.trace.recorder import Trace, arguments_before
 from stabletrain.stability.objective import CrossEntropy, ZLoss
 from tests.monitors.watched import images, tiny_gpt, tiny_resnet, tokens
 
@@ -219,3 +219,12 @@ def test_a_sparse_gradient_is_traced():
         model(torch.tensor([1, 2])).sum().backward()
     assert model.weight.grad.is_sparse
     assert find_origin(trace) is None
+
+
+def test_arguments_that_an_operation_modifies_are_copied_also_in_lists_and_no_others():
+    written, read = torch.ones(3), torch.ones(3)
+    call = torch.ops.aten._foreach_add_.List
+    (first, second), _ = arguments_before(call, ([written], [read]), {})
+    call([written], [read])
+    assert torch.equal(first[0], torch.ones(3))
+    assert second[0] is read

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stabletrain.forensics.trace.values import Values, copy, leaves, measure, storage, tensors, unmeasured, whole
+from stabletrain.forensics.trace.values import Values, leaves, measure, storage, tensors, unmeasured, whole
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -69,15 +69,6 @@ def test_a_view_shares_the_storage_of_its_tensor_and_is_not_whole():
     row, turned = tensor[1], tensor.t()
     assert storage(row)._cdata == storage(tensor)._cdata != storage(torch.zeros(4, 3))._cdata
     assert (whole(tensor), whole(turned), whole(row)) == (True, True, False)
-
-
-def test_copies_in_nested_lists_share_no_storage():
-    tensor = torch.ones(3)
-    copied = copy([tensor, (tensor, 2)])
-    tensor.zero_()
-    assert torch.equal(copied[0], torch.ones(3))
-    assert torch.equal(copied[1][0], torch.ones(3))
-    assert copied[1][1] == 2
 
 
 def test_leaves_and_tensors_are_found_in_order():
