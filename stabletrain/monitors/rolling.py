@@ -90,14 +90,11 @@ class Spikes:
     def _normal(self) -> tuple[float, float]:
         """Returns mean and standard deviation of the window."""
         if self._known is None:  # cached until the window changes: a step asks for them several times
-            self._known = self._measured()
+            # Recomputed from the window: a running sum would keep the rounding error of every huge value it ever held.
+            values = np.fromiter(self._values, np.float64, len(self._values))
+            mean = float(values.mean())
+            self._known = mean, max(float(values.std()), RESOLUTION * abs(mean))
         return self._known
-
-    def _measured(self) -> tuple[float, float]:
-        # Recomputed from the window: a running sum would keep the rounding error of every huge value it ever held.
-        values = np.fromiter(self._values, np.float64, len(self._values))
-        mean = float(values.mean())
-        return mean, max(float(values.std()), RESOLUTION * abs(mean))
 
     def add(self, value: float) -> float:
         """Judges and counts `value`, then adds it to the window; returns its z.
