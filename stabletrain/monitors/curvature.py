@@ -61,5 +61,4 @@ def of_loss(
         part = batch.rows(slice(0, samples)).of_step(1.0)
         outputs = isolated_forward(model, part.inputs, leaves)
         n_valid = torch.full((), max(part.count_targets(), 1), device=part.targets.device)
-        total = loss(outputs, part, n_valid).total
-        return top_eigenvalue(total, list(leaves.values()), iterations, generator)
+        return top_eigenvalue(loss(outputs, part, n_valid).total, list(leaves.values()), iterations, generator)

@@ -31,8 +31,7 @@ def fixed_batch(data: Any, size: int, step: int, device: torch.device) -> Batch:
     """Returns the first samples of a step's training batch, the same for every rank, on the device."""
     batch = first_rows(data, step, size, "train")
     each = max(1, batch.targets[:1].numel())
-    few = batch.rows(slice(0, max(1, TARGETS // each)))
-    return replace(few, counted=None).to(device)
+    return replace(batch.rows(slice(0, max(1, TARGETS // each))), counted=None).to(device)
 
 
 class Subject(NamedTuple):

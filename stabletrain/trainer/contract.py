@@ -226,8 +226,7 @@ def validation(
     for first in range(0, count, ranks.world_size):
         show(first, count)
         number = first + ranks.rank
-        wanted = min(number, count - 1), size, "val"
-        batch = first_rows(data, *wanted)
+        batch = first_rows(data, min(number, count - 1), size, "val")
         # all ranks must run equally many forward passes, because each pass gathers sharded weights from all of them
         yield batch if number < count else batch.counting(0)
     show(count, count)

@@ -123,8 +123,7 @@ class Ranking:
         if len([each for each in self.places if not each.broke]) == 1:
             return f"{self.winner} is the only arm that holds{came_back}."
         later = (lead_text(each) for each in self.places if not each.tied and 0 < each.behind.low < math.inf)
-        ahead = next(later, "")
-        return f"{self.winner} is best{ahead}{came_back}."
+        return f"{self.winner} is best{next(later, '')}{came_back}."
 
     def _by_forecast(self, first: RankedArm) -> str:
         """Says that the forecast has decided between arms that are not told apart; empty if it has not."""
@@ -268,8 +267,7 @@ def to_reference(ranked: RankedArm, reference: Outcome, place: int) -> RankedArm
         reference: how the reference ended.
         place: position in the data from which on the first round compared batches.
     """
-    difference = paired(ranked.outcome.after(place), reference.after(place))
-    return replace(ranked, difference=difference, tied=False)
+    return replace(ranked, difference=paired(ranked.outcome.after(place), reference.after(place)), tied=False)
 
 
 def finalists(ranking: Ranking, count: int) -> list[str]:

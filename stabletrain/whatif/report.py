@@ -110,13 +110,13 @@ def decimals(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4f}"
 
 
-def table(cells: Sequence[Sequence[str]], head: Sequence[str] = HEAD, left: Sequence[int] = TEXT_COLUMNS) -> str:
-    """Returns lines of aligned columns."""
-    lines = [[cut(one_line(cell)) for cell in line] for line in (head, *cells)]
+def table(cells: Sequence[Sequence[str]]) -> str:
+    """Returns the head and the cells as lines of aligned columns."""
+    lines = [[cut(one_line(cell)) for cell in line] for line in (HEAD, *cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = (
         [
-            cell.ljust(width) if column in left else cell.rjust(width)
+            cell.ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         for line in lines

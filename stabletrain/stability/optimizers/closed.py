@@ -153,8 +153,7 @@ def check_parameters(optimizer: Optimizer) -> tuple[str, list[float]]:
             return f"a parameter is {kind}, and only fp32, fp64 and bf16 are proven", []
         if type(parameter).__module__.partition(".")[0] != "torch":
             return f"a parameter is a {type(parameter).__name__}, whose arithmetic is not PyTorch's", []
-    groups = optimizer.param_groups
-    return "", [max((ROUNDOFF[p.dtype] for p in group["params"]), default=0.0) for group in groups]
+    return "", [max((ROUNDOFF[p.dtype] for p in group["params"]), default=0.0) for group in optimizer.param_groups]
 
 
 # ---- the settings of a group
