@@ -13,7 +13,6 @@ count only towards the skip rate.
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,18 +130,6 @@ class Spikes:
         """Restores them; the newest values if the stored window is longer."""
         self._values, self._known = deque(state["values"], maxlen=self._values.maxlen), None
         self.judged, self.spikes = state["judged"], state["spikes"]
-
-
-def spike_score(values: Iterable[float], window: int = 1000, sigma: float = 7.0, minimum: int = MINIMUM) -> float:
-    """Returns the spike score of a finished run's values, without skipped steps; equal to `Spikes.score`.
-
-    Raises:
-        ValueError: see `Spikes`.
-    """
-    spikes = Spikes(window, sigma, minimum)
-    for value in values:
-        spikes.add(value)
-    return spikes.score
 
 
 WINDOW = 200
