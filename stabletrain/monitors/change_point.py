@@ -103,7 +103,8 @@ class ChangePoint:
             return 0.0
         held = self._known if self._known and self.statistic > 0.5 else None
         if held is None:
-            reference, known = self._reference(), self._spread()
+            values = list(self._values)
+            reference, known = median(values[: max(len(values) - GAP, GAP // 2)]), self._spread()
         else:
             reference, known = held[0], (held[1], held[2])
         error = value - reference
@@ -117,10 +118,6 @@ class ChangePoint:
         elif self._held >= ERRORS:
             self._sums, self._excess = [0.0] * len(self._signs), []
         return self.statistic
-
-    def _reference(self) -> float:
-        values = list(self._values)
-        return median(values[: max(len(values) - GAP, GAP // 2)])
 
     def _spread(self) -> tuple[float, float] | None:
         """Returns median and robust standard deviation of the errors; None while there are too few."""

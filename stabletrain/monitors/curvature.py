@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stabletrain.monitors.forward import isolated_forward
-from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.records import Batch
 
 
 def top_eigenvalue(
@@ -60,9 +60,5 @@ def of_loss(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         part = batch.rows(slice(0, samples)).of_step(1.0)
         outputs = isolated_forward(model, part.inputs, leaves)
-        targets = part.targets
-        n_valid = torch.full((), max(targets.numel(), 1), device=targets.device)
-        if not targets.is_floating_point():  # floats all count
-            n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1)
-        total = loss(outputs, part, n_valid).total
-        return top_eigenvalue(total, list(leaves.values()), iterations, generator)
+        n_valid = torch.full((), max(part.count_targets(), 1), device=part.targets.device)
+        return top_eigenvalue(loss(outputs, part, n_valid).total, list(leaves.values()), iterations, generator)

@@ -29,11 +29,10 @@ batch; RMSNorm: the mean square), over eps. Near 1 the layer no longer normalise
     norm_variance = min_i Var(x_i) / eps
 """
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,7 +46,7 @@ from stabletrain.monitors.module_groups import place
 from stabletrain.records import IGNORE_INDEX
 
 
-@contextlib.contextmanager
+@contextmanager
 def isolated(model: nn.Module) -> Generator[None, None, None]:
     """Disables compilation inside the context and restores every random generator on exit."""
     with rng_restored(model), uncompiled():
@@ -83,7 +82,6 @@ def recording_activations(blocks: dict[str, nn.Module]) -> Generator[ActivationS
         the statistics, filled during the pass. A block that is called several times reports its last RMS.
     """
     heard = ActivationStats({}, {})
-    handles = []
 
     def record(name: str, whole: bool, module: nn.Module, inputs: Any, output: Any) -> None:
         del module, inputs
@@ -97,14 +95,11 @@ def recording_activations(blocks: dict[str, nn.Module]) -> Generator[ActivationS
             heard.rms.pop(name, None)  # so that the dict is ordered by the last call
             heard.rms[name] = torch.linalg.vector_norm(values, dtype=torch.float32) / values.numel() ** 0.5
 
-    try:
+    with ExitStack() as hooks:
         for name, block in blocks.items():
             for module in block.modules():
-                handles.append(module.register_forward_hook(partial(record, name, module is block)))
+                hooks.enter_context(module.register_forward_hook(partial(record, name, module is block)))
         yield heard
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -135,7 +130,6 @@ def recording_norms(blocks: dict[str, nn.Module]) -> Generator[dict[str, Tensor]
         0-d fp32 tensors by block, filled during the pass.
     """
     heard: dict[str, Tensor] = {}
-    handles = []
 
     def record(name: str, eps: float, module: nn.Module, inputs: tuple) -> None:
         values = first_tensor(inputs)
@@ -144,16 +138,13 @@ def recording_norms(blocks: dict[str, nn.Module]) -> Generator[dict[str, Tensor]
         least = smallest_variance(module, values) / eps
         heard[name] = torch.minimum(heard[name], least) if name in heard else least
 
-    try:
+    with ExitStack() as hooks:
         for name, block in blocks.items():
             for module in block.modules():
                 eps = getattr(module, "eps", None)
                 if "Norm" in type(module).__name__ and isinstance(eps, float) and eps > 0:
-                    handles.append(module.register_forward_pre_hook(partial(record, name, eps)))
+                    hooks.enter_context(module.register_forward_pre_hook(partial(record, name, eps)))
         yield heard
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def smallest_variance(norm: Any, values: Tensor) -> Float[Tensor, ""]:
@@ -285,21 +276,17 @@ def recording_attention(model: nn.Module) -> Generator[dict[str, AttentionStats]
         statistics by module name, filled during the pass.
     """
     heard: dict[str, AttentionStats] = {}
-    handles = []
 
     def record(name: str, module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
         q, k, *_ = [*inputs, *(named[key] for key in "qkv" if key in named)]
         cap = getattr(getattr(module, "softcap", None), "attention_cap", None)
         heard[name] = attention_stats(q, k, causal=getattr(module, "is_causal", True), cap=cap)
 
-    try:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
             if name.endswith("dot_product"):
-                handles.append(module.register_forward_pre_hook(partial(record, name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(partial(record, name), with_kwargs=True))
         yield heard
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def block_names(attentions: Iterable[str], blocks: dict[str, nn.Module]) -> dict[str, str]:

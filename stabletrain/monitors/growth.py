@@ -11,7 +11,7 @@ with depth and training. A block whose values are exactly 0 is left out, because
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 EXPLODES = 1e3
 VANISHES = 1e-4
@@ -41,9 +41,12 @@ def extremes(sizes: Mapping[str, float]) -> tuple[tuple[str, str, float], tuple[
     return rise, fall
 
 
-def backwards(sizes: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sizes in the order of the backward pass."""
-    return dict([*sizes.items()][::-1])
+def passes(
+    activations: Mapping[str, float], gradients: Mapping[str, float]
+) -> Iterator[tuple[str, str, Mapping[str, float]]]:
+    """Yields what the sizes are of, in which pass, and the sizes in the order of that pass."""
+    yield "activations", "", activations
+    yield "gradients", " in the backward pass", dict([*gradients.items()][::-1])
 
 
 def explosion(activations: Mapping[str, float], gradients: Mapping[str, float]) -> str | None:
@@ -53,26 +56,19 @@ def explosion(activations: Mapping[str, float], gradients: Mapping[str, float]) 
         activations: root mean square of each block's output, in the order of the forward pass.
         gradients: root mean square of each block's gradients, in the same order.
     """
-    if (found := extremes(activations)) and found[0][2] > EXPLODES:
-        start, end, ratio = found[0]
-        return f"explosion: activations grow {ratio:.1e} times from {start} to {end}; {INIT}"
-    if (found := extremes(backwards(gradients))) and found[0][2] > EXPLODES:
-        start, end, ratio = found[0]
-        return f"explosion: gradients grow {ratio:.1e} times in the backward pass from {start} to {end}; {INIT}"
+    for what, where, sizes in passes(activations, gradients):
+        if (found := extremes(sizes)) and found[0][2] > EXPLODES:
+            start, end, ratio = found[0]
+            return f"explosion: {what} grow {ratio:.1e} times{where} from {start} to {end}; {INIT}"
     return None
 
 
 def vanishing(activations: Mapping[str, float], gradients: Mapping[str, float]) -> str | None:
     """Returns the text of the vanishing alarm; None if there is none. Arguments are those of `explosion`."""
-    if (found := extremes(activations)) and found[1][2] < VANISHES:
-        start, end, ratio = found[1]
-        return f"vanishing: activations shrink to {ratio:.1e} of their size from {start} to {end}; {INIT}"
-    if (found := extremes(backwards(gradients))) and found[1][2] < VANISHES:
-        start, end, ratio = found[1]
-        return (
-            f"vanishing: gradients shrink to {ratio:.1e} of their size in the backward pass "
-            f"from {start} to {end}; {INIT}"
-        )
+    for what, where, sizes in passes(activations, gradients):
+        if (found := extremes(sizes)) and found[1][2] < VANISHES:
+            start, end, ratio = found[1]
+            return f"vanishing: {what} shrink to {ratio:.1e} of their size{where} from {start} to {end}; {INIT}"
     return None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.forward import isolated_forward
-from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.records import Batch
 
 LOWEST, HIGHEST = -4, 7
 """Powers of two between which the search looks, neither included: 1/16 and 128 times the update."""
@@ -66,10 +66,7 @@ def along_update(
     start = {name: p.float() for name, p in before.items()}
     update = {name: p.detach().float() - start[name] for name, p in model.named_parameters() if name in start}
     part = batch.rows(slice(0, SAMPLES)).of_step(1.0)
-    targets = part.targets
-    n_valid = torch.full((), max(targets.numel(), 1), device=device)
-    if not targets.is_floating_point():  # floats all count
-        n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1)
+    n_valid = torch.full((), max(part.count_targets(), 1), device=device)
 
     def loss_at(factor: float) -> float:
         weights = {name: torch.add(start[name], update[name], alpha=factor) for name in start}

@@ -203,8 +203,7 @@ def measure_gradients(model: nn.Module) -> Gradients:
         found["grad_norm"][where] = whole = root_sum(gradient_norms[name] for name in names)
         found["zero_grads"][where] = sum(zeros[n] * size for n, size in sizes.items()) / sum(sizes.values())
         grad_rms[where] = whole / sum(sizes.values()) ** 0.5
-        weights = root_sum(weight_norms[name] for name in names)
-        found["weight_rms"][where] = weights / sum(sizes.values()) ** 0.5
+        found["weight_rms"][where] = root_sum(weight_norms[name] for name in names) / sum(sizes.values()) ** 0.5
     everywhere = sum(zeros[name] * p.numel() for name, p in parameters.items()) / sum(p.numel() for p in values)
     return Gradients(
         spread(found) | {"monitors/zero_grads": everywhere},

@@ -13,7 +13,6 @@ count only towards the skip rate.
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,14 +89,11 @@ class Spikes:
     def _normal(self) -> tuple[float, float]:
         """Returns mean and standard deviation of the window."""
         if self._known is None:  # cached until the window changes: a step asks for them several times
-            self._known = self._measured()
+            # Recomputed from the window: a running sum would keep the rounding error of every huge value it ever held.
+            values = np.fromiter(self._values, np.float64, len(self._values))
+            mean = float(values.mean())
+            self._known = mean, max(float(values.std()), RESOLUTION * abs(mean))
         return self._known
-
-    def _measured(self) -> tuple[float, float]:
-        # Recomputed from the window: a running sum would keep the rounding error of every huge value it ever held.
-        values = np.fromiter(self._values, np.float64, len(self._values))
-        mean = float(values.mean())
-        return mean, max(float(values.std()), RESOLUTION * abs(mean))
 
     def add(self, value: float) -> float:
         """Judges and counts `value`, then adds it to the window; returns its z.
@@ -134,18 +130,6 @@ class Spikes:
         """Restores them; the newest values if the stored window is longer."""
         self._values, self._known = deque(state["values"], maxlen=self._values.maxlen), None
         self.judged, self.spikes = state["judged"], state["spikes"]
-
-
-def spike_score(values: Iterable[float], window: int = 1000, sigma: float = 7.0, minimum: int = MINIMUM) -> float:
-    """Returns the spike score of a finished run's values, without skipped steps; equal to `Spikes.score`.
-
-    Raises:
-        ValueError: see `Spikes`.
-    """
-    spikes = Spikes(window, sigma, minimum)
-    for value in values:
-        spikes.add(value)
-    return spikes.score
 
 
 WINDOW = 200

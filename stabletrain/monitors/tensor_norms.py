@@ -107,13 +107,7 @@ class Adaptive:
         for g, v, step, beta2, eps in zip(
             self.gradients, self._moments, self._steps, self._beta2, self.eps, strict=True
         ):
-            unbiased = v.float() / at_least_eps(
-                1 - beta2 ** torch.as_tensor(step, dtype=torch.float64, device=v.device)
-            )
+            bias = 1 - beta2 ** torch.as_tensor(step, dtype=torch.float64, device=v.device)
+            unbiased = v.float() / bias.clamp(min=torch.finfo(torch.float64).eps)  # at step 0 the bias is 0
             out.append(number((g.float().square() / unbiased.clamp(min=max(eps**2, TINY))).mean()).sqrt())
         return torch.stack(out)
-
-
-def at_least_eps(bias: Tensor) -> Tensor:
-    """Bounds a bias correction below by float64's eps: at step 0 it would be 0."""
-    return bias.clamp(min=torch.finfo(torch.float64).eps)

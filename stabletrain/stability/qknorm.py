@@ -20,13 +20,17 @@ from torch import Tensor, nn
 from stabletrain.errors import ConfigError
 
 
-class HeadLayerNorm(nn.Module):
-    """LayerNorm over the last dimension with a gain and no bias, computed in fp32."""
+class HeadNorm(nn.Module):
+    """A norm over the last dimension with a gain of 1 at the start."""
 
     def __init__(self, head_dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(head_dim))
         self.eps = eps
+
+
+class HeadLayerNorm(HeadNorm):
+    """LayerNorm over the last dimension with a gain and no bias, computed in fp32."""
 
     def forward(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
         """Returns `x` normalised, in the dtype of `x`."""
@@ -39,13 +43,8 @@ class HeadLayerNorm(nn.Module):
         return {"weight": nearest_gain(centred, F.layer_norm(wide, self.weight.shape, None, None, self.eps))}
 
 
-class HeadRMSNorm(nn.Module):
+class HeadRMSNorm(HeadNorm):
     """RMSNorm over the last dimension with a gain, computed in fp32 (arXiv 1910.07467)."""
-
-    def __init__(self, head_dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(head_dim))
-        self.eps = eps
 
     def forward(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
         """Returns `x` normalised, in the dtype of `x`."""

@@ -5,7 +5,9 @@ in evaluation mode, so no buffer, no weight and no random number of the run chan
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +16,11 @@ from torch import Tensor, nn
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.machine.untouched import evaluating
-from stabletrain.records import Batch, reads_rows
+from stabletrain.records import Batch
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.qkclip import LogitMeter
 from stabletrain.stability.sanitize import Sanitizer
-from stabletrain.trainer.contract import checked, make_model, vocabulary
+from stabletrain.trainer.contract import first_rows, make_model, vocabulary
 from stabletrain.trainer.options import ForwardOptions
 
 TARGETS = 4096
@@ -27,12 +29,9 @@ TARGETS = 4096
 
 def fixed_batch(data: Any, size: int, step: int, device: torch.device) -> Batch:
     """Returns the first samples of a step's training batch, the same for every rank, on the device."""
-    batch = checked(
-        data.rows(step, size, "train", slice(0, size)) if reads_rows(data) else data.batch(step, size, "train")
-    )
+    batch = first_rows(data, step, size, "train")
     each = max(1, batch.targets[:1].numel())
-    few = batch.rows(slice(0, max(1, TARGETS // each)))
-    return replace(few, counted=None).to(device)
+    return replace(batch.rows(slice(0, max(1, TARGETS // each))), counted=None).to(device)
 
 
 class Subject(NamedTuple):
@@ -99,15 +98,15 @@ def near_identity(names: list[str], live: nn.Module, before: Subject, batch: Bat
     if not able:
         return found
     seen: dict[str, Tensor] = {}
-    hooks = [
-        others[name].register_forward_pre_hook(lambda _, given, name=name: seen.__setitem__(name, given[0].detach()))
-        for name in able
-    ]
-    try:
+
+    def note_input(name: str, module: nn.Module, given: tuple) -> None:
+        del module
+        seen[name] = given[0].detach()
+
+    with ExitStack() as hooks:
+        for name in able:
+            hooks.enter_context(others[name].register_forward_pre_hook(partial(note_input, name)))
         loss_on(before, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
     for name, inputs in seen.items():
         start_near: Any = modules[name].start_near
         found |= {f"{name}.{key}": value.cpu() for key, value in start_near(inputs).items()}

@@ -169,8 +169,7 @@ class RunParts:
         run_folder = RunFolder(self.folder) if self.process.ranks.is_main else NoRunFolder(self.folder)
         fingerprint = self.source.fingerprint
         if fingerprint is None:
-            own = hasattr(data, "fingerprint")
-            fingerprint = data.fingerprint() if own else option_fingerprint(options.data)
+            fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else option_fingerprint(options.data)
         check_data_of_checkpoint(options.resume, fingerprint)
         typed = [option for option in parse_arguments(started().resolved).options if option not in SWEEP]
         overrides = [each for each in job_overrides() if key_of(each) != "resume"]

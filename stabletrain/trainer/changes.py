@@ -31,7 +31,7 @@ from stabletrain.config.resuming import (
 )
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks, run_on_main
-from stabletrain.records import TrainState
+from stabletrain.records import Batch, TrainState
 from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, check_same_data
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.before_after import (
@@ -275,18 +275,16 @@ class Resumption(NoResumption):
     def _on_main(self, work: Any) -> Any:
         return run_on_main(self._ranks, work)
 
-    def _earlier(self, before: Settings, tree: Tree) -> Subject:
+    def _earlier(self, before: Settings, tree: Tree) -> tuple[Subject, Batch]:
+        """Returns the checkpoint's model, built again, and the batch on which it is compared with the present one."""
         device = next(self._state.model.parameters()).device
         weights = map_tensors(lambda tensor: tensor.detach(), tree["model"])
-        return as_trained(read(ForwardOptions, before.values, before.choices), self._data, weights, device)
-
-    def _batch(self, step: int) -> Any:
-        device = next(self._state.model.parameters()).device
-        return fixed_batch(self._data, self._batch_size, step, device)
+        earlier = as_trained(read(ForwardOptions, before.values, before.choices), self._data, weights, device)
+        return earlier, fixed_batch(self._data, self._batch_size, tree["step"], device)
 
     def _new_weights(self, names: list[str], before: Settings, tree: Tree) -> dict[str, Tensor]:
         try:
-            return near_identity(names, self._state.model, self._earlier(before, tree), self._batch(tree["step"]))
+            return near_identity(names, self._state.model, *self._earlier(before, tree))
         except ConfigError:
             raise
         except Exception as error:
@@ -304,7 +302,7 @@ class Resumption(NoResumption):
         # A user's model or data may be built only once, or not from these settings any more: then nothing is measured.
         with suppress(Exception):
             try:
-                earlier, batch = self._earlier(before, tree), self._batch(tree["step"])
+                earlier, batch = self._earlier(before, tree)
                 earlier.precision.prepare()
                 old = loss_on(earlier, batch)
                 if "softcap" in keys:

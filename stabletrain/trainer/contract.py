@@ -132,19 +132,19 @@ def output_note(model: nn.Module) -> str:
 
 def vocabulary(model: nn.Module, data: Any) -> int | None:
     """Returns the model's `vocab_size`, else the data's, else the size of the first embedding; None if unknown."""
-    for knows in (model, data):
-        if isinstance(size := getattr(knows, "vocab_size", None), int):
-            return size
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    return tables[0].num_embeddings if tables else None
+    tables = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+    known = declared_size("vocab_size", model, data)
+    return next(tables, None) if known is None else known
 
 
 def context_length(model: nn.Module, data: Any) -> int | None:
     """Returns how many tokens the model can read at once: its `block_size`, else the data's; None if unknown."""
-    for knows in (model, data):
-        if isinstance(size := getattr(knows, "block_size", None), int):
-            return size
-    return None
+    return declared_size("block_size", model, data)
+
+
+def declared_size(name: str, *knows: Any) -> int | None:
+    """Returns the attribute of the first object that has it as a whole number; None if none has."""
+    return next((size for each in knows if isinstance(size := getattr(each, name, None), int)), None)
 
 
 def units(modality: str | None, data: Any) -> tuple[str, str]:
@@ -196,6 +196,12 @@ def checked(batch: Any) -> Batch:
     return batch
 
 
+def first_rows(data: Any, step: int, size: int, split: str, count: int | None = None) -> Batch:
+    """Returns the first `count` samples of a batch, all by default; always all if the data set has no `rows`."""
+    rows = slice(0, size if count is None else count)
+    return checked(data.rows(step, size, split, rows) if reads_rows(data) else data.batch(step, size, split))
+
+
 def val_batches(data: Any, size: int, limit: int | None) -> int:
     """Returns the number of batches in an evaluation, at most `limit`."""
     count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
@@ -217,8 +223,7 @@ def validation(
     for first in range(0, count, ranks.world_size):
         show(first, count)
         number = first + ranks.rank
-        wanted = min(number, count - 1), size, "val"
-        batch = checked(data.rows(*wanted, slice(0, size)) if reads_rows(data) else data.batch(*wanted))
+        batch = first_rows(data, min(number, count - 1), size, "val")
         # all ranks must run equally many forward passes, because each pass gathers sharded weights from all of them
         yield batch if number < count else batch.counting(0)
     show(count, count)

@@ -56,8 +56,7 @@ class History:
 
     def cumulative_state(self) -> dict:
         """Returns what a rollback does not undo: time and data spent."""
-        names = ("seconds", "units", "lost_steps", "lost_seconds")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("seconds", "units", "lost_steps", "lost_seconds")}
 
     def load_cumulative_state(self, state: dict) -> None:
         """Restores the cumulative part after a rollback. The time since the restored state counts as lost."""

@@ -131,8 +131,7 @@ def check_machine(
     # Weights or moments that are not finite: every later step would be skipped, so restore an older state.
     damaged = cause == "corrupt_state" or not state_is_finite(state.model, state.optimizer)
     if run.parallel.any_rank(damaged):
-        why = f"{guard.reason}: {DAMAGED}"
-        found = guard.on_machine_fault(reading.step, why, damaged=True, otherwise=verdict)
+        found = guard.on_machine_fault(reading.step, f"{guard.reason}: {DAMAGED}", damaged=True, otherwise=verdict)
         if found is not verdict:
             guard.kind = "state"
         return found

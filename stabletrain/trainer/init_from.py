@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
@@ -52,13 +52,6 @@ class Loaded:
     notes: Sequence[str] = ()
 
 
-@runtime_checkable
-class StartingWeights(Protocol):
-    """Puts the weights that a run begins with into its model."""
-
-    def load_(self, model: nn.Module) -> Loaded: ...
-
-
 class OwnInit:
     """Leaves the weights as they are, for a run without `init_from`, and for one whose checkpoint has them."""
 
@@ -69,7 +62,7 @@ class OwnInit:
 
 
 @dataclass(frozen=True)
-class InitFrom:
+class InitFrom(OwnInit):
     """Loads the weights that `init_from` names.
 
     Attributes:
@@ -99,8 +92,7 @@ class InitFrom:
         tensors = source.read()
         found = fit(model, tensors)
         theirs, option = source_model(source, tensors)
-        sizes = {key: getattr(self.data, key, None) for key in open_sizes(self.model)}
-        ours = updated(dict(self.model.node)) | sizes
+        ours = updated(dict(self.model.node)) | {key: getattr(self.data, key, None) for key in open_sizes(self.model)}
         other = differing(theirs, ours)
         meant = {key: pair for key, pair in other.items() if key in MEANING}
         about = describe(source)
@@ -122,7 +114,7 @@ class InitFrom:
         return Loaded(source.record(), notes(about, found, other, theirs, self.data))
 
 
-def starting_weights(options: Options, data: Any, ranks: Ranks, folder: Path) -> StartingWeights:
+def starting_weights(options: Options, data: Any, ranks: Ranks, folder: Path) -> OwnInit:
     """Returns what puts the first weights into the model.
 
     Args:
@@ -152,8 +144,7 @@ def source_model(source: Source, tensors: Mapping[str, Any]) -> tuple[dict[str, 
         model = Choice.of(config_of(reader.peek(source.path)), "model")
         shapes = {name: tensor.shape for name, tensor in tensors.items() if hasattr(tensor, "shape")}
         sizes = sizes_in(model, shapes)
-        options = RunFolder(source.path.parent.parent).read().get("choices", {})
-        return updated(dict(model.node)) | sizes, options
+        return updated(dict(model.node)) | sizes, RunFolder(source.path.parent.parent).read().get("choices", {})
     return {}, {}
 
 

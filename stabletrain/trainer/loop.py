@@ -278,8 +278,7 @@ def judge_step(
         tracker.note(f"step {step}: taken again, with the same batch and learning rate")
         return False
     skipped_spike = not reading.applied and guard.kind == "spike"
-    alarms = [*run.monitoring.rolling.add(reading, skipped_spike), *guard.new_alarms()]
-    log_alarms(run.tracker, reading.step, alarms)
+    log_alarms(run.tracker, reading.step, [*run.monitoring.rolling.add(reading, skipped_spike), *guard.new_alarms()])
     log_step(run, reading, throughput, seen)
     if run.state.step == run.plan.steps:  # no later step will show whether the trouble ends
         verdict = guard.at_end(verdict)

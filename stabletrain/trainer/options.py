@@ -131,9 +131,9 @@ def read(kind: type[Some], config: Mapping[str, Any], choices: Mapping[str, str]
             found[name] = choice if get_origin(wanted) is Choice else choice.build()
     # The loss is made last: the cross-entropy takes two other options. Older runs and incidents had no other loss.
     usual = CrossEntropy(found.get("zloss", NoZLoss()), found.get("label_smoothing", 0.0))
-    recorded = "objective" in config
-    loss = objective_of(Choice.of(config, "objective", choices=choices), usual) if recorded else usual
-    return kind(**found, objective=loss)
+    if "objective" not in config:
+        return kind(**found, objective=usual)
+    return kind(**found, objective=objective_of(Choice.of(config, "objective", choices=choices), usual))
 
 
 def objective_of(choice: Choice[Any], usual: CrossEntropy) -> Objective:

@@ -109,9 +109,7 @@ def compute_twice(state: TrainState, micro_batches: Sequence[Batch], tools: Tool
     computed = compute(state, micro_batches, tools)
     differs = (bits != sums(gradients(state.model), device)).any().float()
     tools.parallel.max_over_ranks_([differs])
-    known = computed.checks.recheck
-    known = known if isinstance(known, torch.Tensor) else torch.full((), known, device=device)
-    difference = torch.where(differs > 0, math.inf, known)
+    difference = torch.where(differs > 0, math.inf, computed.checks.recheck)
     return replace(computed, checks=replace(computed.checks, recheck=difference))
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks, all_gather_object
-from stabletrain.records import reads_rows
-from stabletrain.trainer.contract import checked
+from stabletrain.trainer.contract import first_rows
 
 BATCHES = 3
 """Number of batches that are compared."""
@@ -78,10 +77,7 @@ def on_all_ranks(ranks: Ranks, load: Callable[[], Any], size: int) -> tuple[Any,
 def batch_of(data: Any, step: int, size: int) -> dict[str, str]:
     """Returns hashes of the inputs and the targets of a training batch, or why it cannot be read."""
     try:
-        if reads_rows(data):
-            batch = checked(data.rows(step, size, "train", slice(0, min(ROWS, size))))
-        else:
-            batch = checked(data.batch(step, size, "train"))
+        batch = first_rows(data, step, size, "train", min(ROWS, size))
         augmented = () if batch.transform is None else (batch.transform.each,)  # how, by the number of the step
         return {"inputs": hash_of(batch.inputs, *augmented), "targets": hash_of(batch.targets)}
     except Exception as error:  # if all ranks fail alike, training reports it when it reads the batch

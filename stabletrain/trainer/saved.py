@@ -26,7 +26,9 @@ def load_model(path: Path, *, best: bool = False, device: str = "cpu") -> nn.Mod
     """Returns the model of a run folder, a checkpoint or an export, in eval mode; see `stabletrain.load`."""
     target = hardware.choose_device(device)
     if to_safetensors.is_folder(path):
-        return exported_model(path).to(target).eval()
+        group, state = to_safetensors.read(path)
+        trust.check_config(group, path / to_safetensors.CONFIG)
+        return filled(Choice("model", group), {}, state, path).to(target).eval()
     checkpoint = find(path.absolute(), best=best)
     config = config_of(checkpoint)
     return build_model(checkpoint, Choice.of(config, "model"), Choice.of(config, "data"))[0].to(target).eval()
@@ -47,13 +49,6 @@ def build_model(checkpoint: Checkpoint, choice: Choice[Any], data: Choice[Any]) 
     shapes = {name: tensor.shape for name, tensor in state.items() if isinstance(tensor, Tensor)}
     sizes = sizes_of(choice, shapes, data)
     return filled(choice, sizes, state, checkpoint.path), sizes
-
-
-def exported_model(folder: Path) -> nn.Module:
-    """Returns the model of a folder that `stabletrain export --to safetensors` has written, on the CPU."""
-    group, state = to_safetensors.read(folder)
-    trust.check_config(group, folder / to_safetensors.CONFIG)
-    return filled(Choice("model", group), {}, state, folder)
 
 
 def filled(choice: Choice[Any], sizes: Mapping[str, int], state: Mapping[str, Any], where: Path) -> nn.Module:

@@ -39,7 +39,7 @@ from stabletrain.trainer.contract import (
     val_batches,
     vocabulary,
 )
-from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
+from stabletrain.trainer.init_from import Loaded, OwnInit
 from stabletrain.trainer.memory import check_memory
 from stabletrain.trainer.options import Options
 from stabletrain.trainer.same_data import on_all_ranks
@@ -154,7 +154,7 @@ def load_data(choice: Choice[Dataset], faults: NoFaults, process: Process, batch
 
 
 def build_model(
-    options: Options, process: Process, source: Source, weights: StartingWeights = OWN_INIT, count_flops: bool = False
+    options: Options, process: Process, source: Source, weights: OwnInit = OWN_INIT, count_flops: bool = False
 ) -> Trained:
     """Builds the model and the optimizer on their device, sharded or replicated over the ranks.
 

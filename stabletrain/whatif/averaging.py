@@ -46,15 +46,25 @@ def averaged_steps(base: BaseRun, step: int, tick: int, computed_from: int) -> t
 
 
 def kept_before(run: Path, step: int, tick: int) -> Iterator[Checkpoint]:
-    """Yields the healthy checkpoints of at most `step - 1` steps, newest first, without that of step 0.
+    """Returns the healthy checkpoints of at most `step - 1` steps, newest first, without that of step 0.
 
     Args:
         run: its folder.
         step: of the start.
         tick: steps that the run had executed by then. A checkpoint that was written later is left out.
     """
-    for each in reversed(Folder(run / "checkpoints", tell=lambda line: None).known()):
-        executed = executed_steps(each) if each.healthy and 0 < each.step < step else None
+    known = Folder(run / "checkpoints", tell=lambda line: None).known()
+    return written_before([each for each in known if each.healthy and each.step], step - 1, tick - 1)
+
+
+def written_before(known: Sequence[Checkpoint], step: int, tick: int) -> Iterator[Checkpoint]:
+    """Yields the checkpoints of at most `step` steps that a run wrote before it had executed `tick`, newest first.
+
+    Args:
+        known: the checkpoints, oldest first.
+    """
+    for each in reversed(known):
+        executed = executed_steps(each) if each.step <= step else None
         if executed is not None and executed <= tick - (step - each.step):
             yield each
 

@@ -55,8 +55,7 @@ class BaseRun:
     @property
     def started_at_step_0(self) -> bool:
         """Whether the run began at step 0, and not as a resume of another run's state."""
-        typed = parse_arguments([*self.record.get("overrides", [])])
-        return typed.value("resume") in (None, "none", "auto")
+        return parse_arguments([*self.record.get("overrides", [])]).value("resume") in (None, "none", "auto")
 
     @property
     def total(self) -> int:

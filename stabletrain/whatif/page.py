@@ -6,7 +6,18 @@ from typing import Any
 
 from stabletrain.comparison.pages import charts
 from stabletrain.comparison.pages.rendering import page, write
-from stabletrain.whatif.report import HEAD, WhatIfResult, about_table, between, command, cut, decimals, rows, signed
+from stabletrain.whatif.report import (
+    HEAD,
+    WhatIfResult,
+    about_table,
+    between,
+    command,
+    cut,
+    decimals,
+    ended,
+    rows,
+    signed,
+)
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "arms.js"]
 STYLES = ["uplot.min.css", "page.css"]
@@ -66,18 +77,14 @@ def by_seed(found: WhatIfResult) -> list[tuple[bool, tuple[str, ...]]]:
     """Returns the cells of each arm with each seed, and whether it broke."""
     lines = []
     for each in found.ranking.places:
-        for repeat in each.repeats:
-            outcome = repeat.outcome
-            came_back = outcome.came_back and f"came back: {outcome.came_back}"
-            trouble = "; ".join(filter(None, (came_back, repeat.behind_best)))
-            broke = f"broke at step {outcome.step:,}: {outcome.reason}" if outcome.broke else ""
+        for seed, repeat in each.repeats.items():
             cells = (
-                outcome.arm.name,
-                str(repeat.seed),
-                broke or trouble or f"held to step {outcome.step:,}",
+                repeat.outcome.arm.name,
+                str(seed),
+                ended(repeat),
                 signed(repeat.difference.mean),
                 between(repeat.difference),
-                decimals(outcome.val_loss),
+                decimals(repeat.outcome.val_loss),
             )
-            lines.append((bool(outcome.broke), cells))
+            lines.append((bool(repeat.broke), cells))
     return lines

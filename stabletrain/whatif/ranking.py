@@ -15,7 +15,7 @@ has held with every seed, and the differences of the seeds are pooled.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stabletrain.whatif.arms import NOTHING
 from stabletrain.whatif.outcome import Outcome
@@ -33,23 +33,6 @@ LOST_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Repeat:
-    """An arm with one of several seeds.
-
-    Attributes:
-        seed: the seed.
-        outcome: how the arm ended with it.
-        behind_best: how far its loss is above that of the best arm of this seed, see `RankedArm`.
-        difference: of its losses to those of the reference with the same seed.
-    """
-
-    seed: int
-    outcome: Outcome
-    behind_best: str
-    difference: Interval
-
-
-@dataclass(frozen=True)
 class RankedArm:
     """An arm in its place.
 
@@ -59,15 +42,15 @@ class RankedArm:
         difference: of its losses to those of the reference, in nats per target; negative is better.
         behind: of its losses to those of the first arm.
         tied: whether it is not told apart from the first arm, or is the first.
-        repeats: the arm with every seed, the run's own first; empty if it was not repeated.
+        repeats: by seed, the run's own first: the arm among those with this seed; empty if it was not repeated.
     """
 
     outcome: Outcome
     behind_best: str
     difference: Interval
-    behind: Interval
-    tied: bool
-    repeats: tuple[Repeat, ...] = ()
+    behind: Interval = NO_INTERVAL
+    tied: bool = False
+    repeats: Mapping[int, "RankedArm"] = field(default_factory=dict)
 
     @property
     def tier(self) -> int:
@@ -86,7 +69,7 @@ class RankedArm:
     def trouble(self) -> str:
         """Why an arm that did not break has not held; empty if it has."""
         came_back = [f"came back{seed}: {outcome.came_back}" for outcome, seed in self._each if outcome.came_back]
-        behind = [f"{each.behind_best} with seed {each.seed}" for each in self.repeats if each.behind_best]
+        behind = [f"{each.behind_best} with seed {seed}" for seed, each in self.repeats.items() if each.behind_best]
         return "; ".join(filter(None, (*came_back, *(behind or [self.behind_best]))))
 
     @property
@@ -102,7 +85,7 @@ class RankedArm:
     @property
     def _each(self) -> list[tuple[Outcome, str]]:
         """How it ended with each seed, and the words that name the seed."""
-        return [(each.outcome, f" with seed {each.seed}") for each in self.repeats] or [(self.outcome, "")]
+        return [(each.outcome, f" with seed {seed}") for seed, each in self.repeats.items()] or [(self.outcome, "")]
 
 
 @dataclass(frozen=True)
@@ -140,8 +123,7 @@ class Ranking:
         if len([each for each in self.places if not each.broke]) == 1:
             return f"{self.winner} is the only arm that holds{came_back}."
         later = (lead_text(each) for each in self.places if not each.tied and 0 < each.behind.low < math.inf)
-        ahead = next(later, "")
-        return f"{self.winner} is best{ahead}{came_back}."
+        return f"{self.winner} is best{next(later, '')}{came_back}."
 
     def _by_forecast(self, first: RankedArm) -> str:
         """Says that the forecast has decided between arms that are not told apart; empty if it has not."""
@@ -199,17 +181,14 @@ def rank(
             interval(*(differences(found[name], found[other]) for found in losses.values())) if other else NO_INTERVAL
         )
 
-    def repeats(number: int) -> tuple[Repeat, ...]:
-        name = names[number]
-        found = (
-            Repeat(each, arms[number], lost[each].get(name, ""), intervals[each][name]) for each, arms in seeds.items()
-        )
-        return tuple(found) if len(seeds) > 1 else ()
-
-    found = [
-        RankedArm(each, lost[seed].get(name, ""), pooled(name, reference), NO_INTERVAL, False, repeats(number))
-        for number, (name, each) in enumerate(zip(names, outcomes, strict=True))
-    ]
+    found = []
+    for number, name in enumerate(names):
+        alone = {
+            each: RankedArm(arms[number], lost[each].get(name, ""), intervals[each][name])
+            for each, arms in seeds.items()
+        }
+        repeats = alone if len(seeds) > 1 else {}
+        found.append(replace(alone[seed], difference=pooled(name, reference), repeats=repeats))
     if not alive:
         return Ranking(tuple(found), "", "")
 
@@ -288,8 +267,7 @@ def to_reference(ranked: RankedArm, reference: Outcome, place: int) -> RankedArm
         reference: how the reference ended.
         place: position in the data from which on the first round compared batches.
     """
-    difference = paired(ranked.outcome.after(place), reference.after(place))
-    return replace(ranked, difference=difference, tied=False)
+    return replace(ranked, difference=paired(ranked.outcome.after(place), reference.after(place)), tied=False)
 
 
 def finalists(ranking: Ranking, count: int) -> list[str]:

@@ -14,7 +14,7 @@ from stabletrain.tracking.metrics import plain, replace
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.base import BaseRun
 from stabletrain.whatif.outcome import Outcome
-from stabletrain.whatif.ranking import HELD, RankedArm, Ranking, Repeat
+from stabletrain.whatif.ranking import HELD, RankedArm, Ranking
 from stabletrain.whatif.statistics import Interval
 from stabletrain.whatif.trouble import Trouble
 
@@ -110,13 +110,13 @@ def decimals(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4f}"
 
 
-def table(cells: Sequence[Sequence[str]], head: Sequence[str] = HEAD, left: Sequence[int] = TEXT_COLUMNS) -> str:
-    """Returns lines of aligned columns."""
-    lines = [[cut(one_line(cell)) for cell in line] for line in (head, *cells)]
+def table(cells: Sequence[Sequence[str]]) -> str:
+    """Returns the head and the cells as lines of aligned columns."""
+    lines = [[cut(one_line(cell)) for cell in line] for line in (HEAD, *cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = (
         [
-            cell.ljust(width) if column in left else cell.rjust(width)
+            cell.ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         for line in lines
@@ -205,15 +205,15 @@ def arm_json(number: int | None, each: RankedArm) -> dict[str, Any]:
         "tied": each.tied,
         "val_loss": None if math.isnan(each.val_loss) else each.val_loss,
         "seconds_per_step": None if math.isnan(outcome.seconds) else outcome.seconds,
-        "seeds": [seed_json(repeat) for repeat in each.repeats] or None,
+        "seeds": [seed_json(seed, repeat) for seed, repeat in each.repeats.items()] or None,
     }
 
 
-def seed_json(repeat: Repeat) -> dict[str, Any]:
+def seed_json(seed: int, repeat: RankedArm) -> dict[str, Any]:
     """Returns an arm with one of several seeds as JSON values."""
     outcome = repeat.outcome
     return {
-        "seed": repeat.seed,
+        "seed": seed,
         "folder": str(outcome.folder),
         "step": outcome.step,
         "broke": outcome.broke or None,

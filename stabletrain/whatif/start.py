@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,7 @@ from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.stored.run_json import RUN
 from stabletrain.tracking.metrics import read_jsonl, replace
 from stabletrain.whatif.arms import Arm
-from stabletrain.whatif.averaging import EARLIER_STATES, MAX_STATES, executed_steps, states_at
+from stabletrain.whatif.averaging import EARLIER_STATES, MAX_STATES, executed_steps, states_at, written_before
 from stabletrain.whatif.base import QUIET_OVERRIDES, BaseRun
 from stabletrain.whatif.edits import apply_edit
 from stabletrain.whatif.job import train_until
@@ -97,11 +97,7 @@ def find_origin(guard_steps: Mapping[str, int], run: Path, trouble: Trouble, nam
 
 def newest_checkpoint(known: list[Checkpoint], step: int, tick: int) -> Checkpoint | None:
     """Returns the newest checkpoint of at most `step` steps that the run wrote before it had executed `tick` steps."""
-    for each in reversed(known):
-        executed = executed_steps(each) if each.step <= step else None
-        if executed is not None and executed <= tick - (step - each.step):
-            return each
-    return None
+    return next(written_before(known, step, tick), None)
 
 
 def check_repeatable(base: BaseRun, origin: Origin) -> None:
@@ -203,23 +199,29 @@ def check_repetition(base: BaseRun, folder: Path, saved: Path) -> None:
             f"the run of {base.run} was repeated to reach {saved.name}, and ended before it: see "
             f"{folder / 'events.jsonl'}; fix: --from step-<a checkpoint that is left>"
         )
+    then, now = (losses_of(read_jsonl(each / "metrics.jsonl")) for each in (base.run, folder))
+    both = sorted(then.keys() & now.keys())
     if not base.repeats_exactly:
-        check_close(base.run, folder)
-    elif (step := first_difference(base.run, folder)) is not None:
+        check_close(base.run, then, now, both)
+    elif (step := next((tick for tick in both if repr(then[tick]) != repr(now[tick])), None)) is not None:
         raise ConfigError(
             f"the loss of step {step} came out differently than in {base.run}, so the state is another one: code, "
             "packages or machine have changed since; fix: --from step-<a checkpoint that is left>"
         )
 
 
-def check_close(run: Path, again: Path) -> None:
+def check_close(run: Path, then: Mapping[int, float], now: Mapping[int, float], both: Sequence[int]) -> None:
     """Checks that the losses of a repetition differ from the run's by no more than rounding explains.
+
+    Args:
+        run: its folder, for the message.
+        then, now: losses of the run, and of the repetition, by tick.
+        both: the ticks that both have, in order.
 
     Raises:
         ConfigError: they differ by more.
     """
-    then, now = (losses_of(read_jsonl(each / "metrics.jsonl")) for each in (run, again))
-    ticks = [tick for tick in sorted(then.keys() & now.keys()) if math.isfinite(then[tick])]
+    ticks = [tick for tick in both if math.isfinite(then[tick])]
     apart = [abs(now[tick] - then[tick]) for tick in ticks]
     usual = [abs(then[later] - then[earlier]) for earlier, later in itertools.pairwise(ticks)]
     if usual and not median(apart) <= MAX_LOSS_CHANGE * median(usual):
@@ -242,12 +244,6 @@ def keep_states(again: Path, place: Path, origin: Origin) -> None:
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run in a folder has a checkpoint from which `resume=auto` goes on; without one it begins at step 0."""
     return (folder / RUN).exists() and bool(Folder(folder / "checkpoints", tell=lambda line: None).known())
-
-
-def first_difference(run: Path, again: Path) -> int | None:
-    """Returns the first step whose loss differs between a run and its repetition; None if there is none."""
-    then, now = (losses_of(read_jsonl(each / "metrics.jsonl")) for each in (run, again))
-    return next((tick for tick in sorted(then.keys() & now.keys()) if repr(then[tick]) != repr(now[tick])), None)
 
 
 def losses_of(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -292,23 +288,35 @@ def with_skips_of(skipped: Sequence[Sequence[int]], start: Checkpoint, base: Bas
     """
     if not skipped:
         return start
-    own = folder / "same-data"
+
+    def edit() -> Tree:
+        return {**start.load(), "skipped": [[*span] for span in skipped]}
+
+    return edited_copy(folder / "same-data", edit, start, base, "with the data of a later one")
+
+
+def edited_copy(own: Path, edit: Callable[[], Tree], start: Checkpoint, base: BaseRun, how: str) -> Checkpoint:
+    """Returns the only checkpoint of a run folder, an edited copy of a state; makes both unless they are there.
+
+    Args:
+        own: the folder.
+        edit: returns the edited state; called on the main process only.
+        start: the state.
+        base: the run.
+        how: says how the state was edited.
+    """
+    place = own / "checkpoints"
 
     def make() -> None:
-        if not (own / RUN).exists():
-            tree = {**start.load(), "skipped": [[*span] for span in skipped]}
-            write_copy(own, tree, start, base, "with the data of a later one")
+        if (own / RUN).exists():
+            return
+        tree = edit()
+        shutil.rmtree(own, ignore_errors=True)
+        write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
+        make_run_folder(base, own, f"the state of {base.run} after step {start.step}, {how}")
 
     run_on_main(current_ranks(), make)
-    return find(own / "checkpoints" / start.path.name)
-
-
-def write_copy(own: Path, tree: Tree, start: Checkpoint, base: BaseRun, how: str) -> None:
-    """Makes a folder a run whose only checkpoint is an edited one; says how it was edited."""
-    shutil.rmtree(own, ignore_errors=True)
-    place = own / "checkpoints"
-    write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
-    make_run_folder(base, own, f"the state of {base.run} after step {start.step}, {how}")
+    return find(place / start.path.name)
 
 
 def start_of(
@@ -334,18 +342,9 @@ def start_of(
     """
     if not arm.edit:
         return start
-    own = folder / f"start-{arm.folder}"
-    run_on_main(current_ranks(), lambda: edit_start(arm, start, trouble, base, folder, states))
-    return find(own / "checkpoints" / start.path.name)
 
+    def edit() -> Tree:
+        averaged = states_at(arm.states, base, start, folder) if states is None and arm.states else states or ()
+        return apply_edit(start.load(), arm, trouble, [each.load_model() for each in averaged])
 
-def edit_start(
-    arm: Arm, start: Checkpoint, trouble: Trouble, base: BaseRun, folder: Path, states: Sequence[Checkpoint] | None
-) -> None:
-    """Writes an edited copy of the start, unless it is there; for the arguments see `start_of`."""
-    own = folder / f"start-{arm.folder}"
-    if not (own / RUN).exists():
-        if states is None:
-            states = states_at(arm.states, base, start, folder) if arm.states else []
-        tree = apply_edit(start.load(), arm, trouble, [each.load_model() for each in states])
-        write_copy(own, tree, start, base, f"edited: {arm.about}")
+    return edited_copy(folder / f"start-{arm.folder}", edit, start, base, f"edited: {arm.about}")

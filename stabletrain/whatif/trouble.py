@@ -4,6 +4,7 @@ Events that follow each other closely are one trouble. "Closely" is measured in 
 rollback turns the step number back. fp16's routine overflows are no trouble.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,9 +124,7 @@ def clusters(events: Sequence[Event]) -> list[list[Event]]:
 
 def trouble_of(events: Sequence[Event], fixes: Sequence[str] = ()) -> Trouble:
     """Returns the trouble that a cluster of events is."""
-    counts: dict[str, int] = {}
-    for event in events:
-        counts[event.kind] = counts.get(event.kind, 0) + 1
+    counts = Counter(event.kind for event in events)
     names = {"skip": "skipped step", "rollback": "rollback", "nonfinite": "non-finite loss"}
     parts = [
         f"{count} {names.get(kind, kind)}{'s' if count > 1 else ''}" if kind != "halt" else "halted"

@@ -8,8 +8,16 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from stabletrain.monitors.rolling import RollingStats, Spikes, spike_score
+from stabletrain.monitors.rolling import RollingStats, Spikes
 from stabletrain.records import Reading
+
+
+def spike_score(values, window=1000, sigma=7.0):
+    """The spike score of a finished run's values."""
+    spikes = Spikes(window, sigma)
+    for value in values:
+        spikes.add(value)
+    return spikes.score
 
 
 def naive(values, window, sigma, minimum):

@@ -140,7 +140,7 @@ def test_the_seeds_are_pooled_and_each_is_compared_within_itself():
     best = found.places[0]
     assert best.difference.mean == pytest.approx(-0.2)
     assert best.difference.count == 200
-    assert [(each.seed, round(each.difference.mean, 6)) for each in best.repeats] == [(7, -0.1), (8, -0.3)]
+    assert [(seed, round(each.difference.mean, 6)) for seed, each in best.repeats.items()] == [(7, -0.1), (8, -0.3)]
     assert (best.val_loss, found.winner, found.tied) == (2.5, "a", ["a"])
 
 

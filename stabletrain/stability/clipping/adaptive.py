@@ -51,7 +51,6 @@ from stabletrain.stability.clipping.fixed import (
     NoClip,
     check_above_zero,
     clip_factor,
-    clipped_as_a_whole,
     clipped_in_parts,
     may_enter_statistics,
     multiply_,
@@ -98,7 +97,7 @@ class AGC(NoClip):
         trained = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         clipped = [(p, gradient) for p, gradient in trained if p not in excluded]
         if not clipped:
-            return clipped_as_a_whole(1.0)
+            return Clipped(1.0)
         # Compute the factors of all units in one vector, so that few kernels run.
         measured = [unit_norms(gradient) for _, gradient in clipped]
         before = flat(measured)
@@ -151,7 +150,7 @@ class AdaGC(NoClip):
         """
         named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
         if not named:
-            return clipped_as_a_whole(1.0)
+            return Clipped(1.0)
         names = [name for name, _ in named]
         # By name, which a checkpoint stores: after a resume the parameters are other objects.
         seen, gamma = self._statistics_on(norms.each.device, names)
@@ -230,7 +229,7 @@ class ZClip(NoClip):
         multiply_(model, factor)
         # A NaN would stay in the mean forever.
         self._update_statistics(norm * factor, gate & may_enter_statistics(norm))
-        return clipped_as_a_whole(factor)
+        return Clipped(factor)
 
     def _statistics_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the number of norms seen (int64), their mean and their variance (fp32), on `device`."""

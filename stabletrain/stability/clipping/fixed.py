@@ -44,7 +44,7 @@ class NoClip:
             gate: whether this step's update will be applied. A skipped step must not enter a statistic.
         """
         del model, norms, gate
-        return clipped_as_a_whole(1.0)
+        return Clipped(1.0)
 
     def state_dict(self) -> dict:
         """Returns what later steps depend on, for a checkpoint: nothing."""
@@ -84,11 +84,6 @@ def may_enter_statistics(norm: Float32[Tensor, "*shape"]) -> Bool[Tensor, "*shap
     return torch.isfinite(square) & (square > 0)
 
 
-def clipped_as_a_whole(factor: Float32[Tensor, ""] | float) -> Clipped:
-    """Returns the report for a gradient that was multiplied by `factor` as a whole."""
-    return Clipped(coef=factor)
-
-
 def clipped_in_parts(norms: GradNorms, after: Float[Tensor, " n"], factors: Float[Tensor, " m"]) -> Clipped:
     """Returns the report for a gradient whose parts were scaled separately.
 
@@ -124,7 +119,7 @@ class NormClip(NoClip):
         del gate
         factor = self.factor(norms)
         multiply_(model, factor)
-        return clipped_as_a_whole(factor)
+        return Clipped(factor)
 
     def factor(self, norms: GradNorms) -> Float32[Tensor, ""]:
         """Returns what every gradient is multiplied by, at most 1."""
@@ -151,7 +146,7 @@ class ValueClip(NoClip):
         del gate
         values = gradients(model)
         if not values:
-            return clipped_as_a_whole(1.0)
+            return Clipped(1.0)
         cut = torch.stack([(value.abs() > self.clip_value).sum() for value in values]).sum()
         torch._foreach_clamp_min_(values, -self.clip_value)
         torch._foreach_clamp_max_(values, self.clip_value)
@@ -192,7 +187,7 @@ class PerModuleClip(NoClip):
         del gate
         groups = by_module(model)
         if not groups:
-            return clipped_as_a_whole(1.0)
+            return Clipped(1.0)
         # `model.parameters()` goes module by module, so the norms of one module are adjacent in `norms.each`.
         sides = norms.each.split([len(group) for group in groups])
         before = torch.stack(torch._foreach_norm(list(sides), 2))

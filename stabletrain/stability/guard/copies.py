@@ -92,11 +92,9 @@ def fill(container: Any, contents: Any) -> None:
     elif isinstance(container, dict | set):
         container.clear()
         container.update(contents)
-    elif isinstance(container, deque):
+    elif isinstance(container, deque | list):
         container.clear()
         container.extend(contents)
-    elif isinstance(container, list):
-        container[:] = contents
     elif not isinstance(container, tuple | nn.Module):  # an object in the state
         vars(container).clear()
         vars(container).update(contents)

@@ -119,15 +119,12 @@ class Limit:
         return LARGEST if self.signed else self.value
 
     def _update(self) -> None:
-        if self.signed:
-            limit = self._spikes.limit
-            if math.isfinite(limit):
-                limit = max(limit, self._spikes.mean + (self._terms.ratio - 1) * abs(self._spikes.mean))
-            self.value = min(limit, self._terms.largest)
-            return
         limit = self._spikes.limit
         first = median_low(self._first) or math.inf  # multiples of 0 would forbid every later value
-        if math.isfinite(limit):
+        if self.signed:
+            if math.isfinite(limit):
+                limit = max(limit, self._spikes.mean + (self._terms.ratio - 1) * abs(self._spikes.mean))
+        elif math.isfinite(limit):
             limit = max(limit, self._terms.ratio * self._spikes.mean, self._terms.share * first)
         elif math.isfinite(self._spikes.sigma):
             limit = self._terms.cold * first

@@ -129,9 +129,8 @@ class RollbackGuard(SkipGuard):
             promoted = self.states.promote(reading.step)
             if self.states.pinned is not None and any(step >= self.states.pinned + self.window for step in promoted):
                 self.states.pinned = None  # the run is healthy with its other settings
-            if any(
-                step > self.progress_after_step for step in promoted
-            ):  # the run got past the trouble: restore the budget
+            # If the run got past the trouble, restore the budget.
+            if any(step > self.progress_after_step for step in promoted):
                 self.rollbacks_without_progress, self.restores_without_progress, self.rolled_back_mistake = 0, 0, 0
         # Bad data and fp16's overflows do not mean that the weights are bad: no rollback for them.
         if verdict is not Verdict.SKIP or self.kind not in ("spike", "nonfinite"):

@@ -332,12 +332,9 @@ class SkipGuard(NoGuard):
         """Returns SKIP, or HALT at the last of `max_consecutive` skips in a row."""
         if self.consecutive < self.max_consecutive:
             return Verdict.SKIP
-        fix = "lower optimizer.lr, lengthen warmup.steps, or try precision=fp32"
-        fix = (
-            "look at the data; events.jsonl names each sample"
-            if self.kind == "bad_data"
-            else f"every batch fails on these weights; {fix}"
-        )
+        fix = "every batch fails on these weights; lower optimizer.lr, lengthen warmup.steps, or try precision=fp32"
+        if self.kind == "bad_data":
+            fix = "look at the data; events.jsonl names each sample"
         row = f"guard.max_consecutive={self.max_consecutive} steps in a row were skipped"
         self.reason = f"{self.reason}, and {row}: {fix}"
         return Verdict.HALT

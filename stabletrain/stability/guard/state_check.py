@@ -159,15 +159,7 @@ class StateCheck(NoStateCheck):
 
     def holds(self, state: TrainState) -> bool:
         """Returns whether the state is unchanged since the last update; waits for the device."""
-        kept, self._seen, self._forward = self._kept, None, None
-        if kept is None or kept.at != at(state):
-            return True
-        self._seen = (kept, self._sums(state))
-        same = kept.equal(self._seen[1])
-        if self._buffers is not None:
-            self._forward = (self._buffers, buffers_of(state.model).save())
-            same = same & self._buffers.equal(self._forward[1])
-        return bool(same)
+        return not self.before_update(state, buffers_of(state.model).save())
 
     def reference(self, state: TrainState) -> Sums:
         """Returns the checksums that a copy of this state must have; those from after the last update, if known."""

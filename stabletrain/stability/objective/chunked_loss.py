@@ -9,12 +9,11 @@ micro-batch use one half-precision copy of the head's weight, if the model can h
 is compiled, so are head and loss of a chunk.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -104,6 +103,8 @@ def loss_of_chunk(
 class ChunkedLoss(Objective):
     """The cross-entropy, chunk by chunk; bitwise equal to `whole` for a micro-batch that fits into one chunk.
 
+    An evaluation has whole logits, so it takes `plain`.
+
     Attributes:
         whole: the cross-entropy of whole logits, which is applied to each chunk.
         tokens: number of tokens in a chunk.
@@ -153,18 +154,6 @@ class ChunkedLoss(Objective):
     def check_targets(self, targets: Tensor) -> None:
         """See `CrossEntropy`."""
         self.whole.check_targets(targets)
-
-    def check(self, outputs: Any, targets: Tensor) -> None:
-        """See `CrossEntropy`."""
-        self.whole.check(outputs, targets)
-
-    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """See `CrossEntropy`: an evaluation has whole logits."""
-        return self.whole.sums(outputs, batch)
-
-    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """See `CrossEntropy`."""
-        return self.whole.metrics(sums)
 
     def chunks(self, later: ChunkedLogits, features: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yields the rows, features and targets of each chunk; features are detached from the model's graph."""

@@ -153,8 +153,7 @@ def check_parameters(optimizer: Optimizer) -> tuple[str, list[float]]:
             return f"a parameter is {kind}, and only fp32, fp64 and bf16 are proven", []
         if type(parameter).__module__.partition(".")[0] != "torch":
             return f"a parameter is a {type(parameter).__name__}, whose arithmetic is not PyTorch's", []
-    groups = optimizer.param_groups
-    return "", [max((ROUNDOFF[p.dtype] for p in group["params"]), default=0.0) for group in groups]
+    return "", [max((ROUNDOFF[p.dtype] for p in group["params"]), default=0.0) for group in optimizer.param_groups]
 
 
 # ---- the settings of a group
@@ -201,9 +200,7 @@ def unproven_mode(optimizer: Optimizer, group: Group) -> str:
 
 def adam(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `torch.optim.Adam` or `AdamW` is not proven."""
-    if why := adam_moments(group, roundoff):
-        return why
-    if why := unproven_mode(optimizer, group):
+    if why := adam_moments(group, roundoff) or unproven_mode(optimizer, group):
         return why
     if group["capturable"] and not group["fused"] and (why := out_of_range(group, CAPTURABLE_RANGES)):
         return f"{why}, with capturable=True and without fused=True"
@@ -236,9 +233,7 @@ def muon_and_adamw(optimizer: Optimizer, group: Group, roundoff: float) -> str:
 
 def sgd(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `torch.optim.SGD` is not proven."""
-    if why := out_of_range(group, SGD_RANGES):
-        return why
-    if why := unproven_mode(optimizer, group):
+    if why := out_of_range(group, SGD_RANGES) or unproven_mode(optimizer, group):
         return why
     lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
     gap = 1 - momentum * (1 + roundoff) ** 2
@@ -281,13 +276,11 @@ TYPE_CHECKERS = ("jaxtyping.", "beartype.")
 
 def foreign_code(optimizer: Optimizer) -> str:
     """Names code that runs in the optimizer's step besides the step that is proven; empty if there is none."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    all_before, all_after = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
-    if before or after or all_before or all_after:
-        for hooks in (before, after, all_before, all_after):
-            for hook in hooks.values():
-                if not (getattr(hook, "__module__", None) or "").startswith(TRUSTED_HOOKS):
-                    return f"{getattr(hook, '__qualname__', hook)} is hooked into its step"
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    for hook in (hook for hooks in (*own, *of_all) for hook in hooks.values()):
+        if not (getattr(hook, "__module__", None) or "").startswith(TRUSTED_HOOKS):
+            return f"{getattr(hook, '__qualname__', hook)} is hooked into its step"
     step: Any = type(optimizer).step
     replaced = vars(optimizer).get("step")
     if replaced is not None and innermost_step(replaced) is not step:

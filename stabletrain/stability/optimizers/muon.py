@@ -120,10 +120,8 @@ class MuonAndAdamW(Optimizer):
         rest = [group for group in self.param_groups if "ns_steps" not in group]
         self._muon = torch.optim.Muon(hidden) if hidden else None
         self._adamw = torch.optim.AdamW(rest) if rest else None
-        if self._muon is not None:
-            self._muon.state = self.state
-        if self._adamw is not None:
-            self._adamw.state = self.state
+        for optimizer in filter(None, (self._muon, self._adamw)):
+            optimizer.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]

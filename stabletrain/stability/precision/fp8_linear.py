@@ -132,8 +132,7 @@ class Fp8Module(nn.Module):
         device = self._autocast_device
         if not torch.is_autocast_enabled(device) or not input.numel():
             return F.linear(input, self.weight, self.bias)
-        dtype = torch.get_autocast_dtype(device)
-        rows = input.to(dtype).reshape(-1, self.in_features)
+        rows = input.to(torch.get_autocast_dtype(device)).reshape(-1, self.in_features)
         # The sum over the rows in the weight's gradient needs a multiple of 16 of them. Rows of zeros change no scale.
         count = rows.shape[0]
         padded = F.pad(rows, (0, 0, 0, -count % SIZE_MULTIPLE)) if count % SIZE_MULTIPLE else rows

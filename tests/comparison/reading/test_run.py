@@ -10,8 +10,8 @@ import pytest
 from stabletrain.comparison.reading.columns import POINTS, read_columns
 from stabletrain.comparison.reading.run import Ranges, Run
 from stabletrain.comparison.reading.runs import read_run
-from stabletrain.monitors.rolling import spike_score
 from tests.comparison.written import write
+from tests.monitors.test_rolling import spike_score
 
 
 def test_ranges_and_curves_match_the_logged_lines(tmp_path):
