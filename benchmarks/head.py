@@ -18,11 +18,11 @@ from workloads import gpt, plain_tools
 from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compile_, undo_compile_
 from stabletrain.models import head as padding
-from stabletrain.protocols import Tools
 from stabletrain.records import Batch
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective import CrossEntropy, ZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLogits, ChunkedLoss, tokens_at_once
+from stabletrain.tools import Tools
 
 SIZES = {"full": (768, 8, 1024, 50257), "tiny": (64, 2, 128, 4001)}
 """Width, sequences, tokens in a sequence, and vocabulary."""

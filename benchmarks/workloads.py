@@ -10,7 +10,6 @@ from stabletrain.machine.determinism import Seeded
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.protocols import Tools
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import NoGuard, SkipGuard
@@ -21,6 +20,7 @@ from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.stability.softcap import NoSoftcap
+from stabletrain.tools import Tools
 
 
 def gpt(n_layer: int, n_embd: int, block_size: int, batch: int, vocab: int) -> tuple[nn.Module, Tensor, Tensor]:

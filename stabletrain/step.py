@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import Buffers, SavedBuffers, buffers_of
 from stabletrain.monitors.tensor_norms import gradients, measure_all
-from stabletrain.protocols import Tools
 from stabletrain.records import (
     IGNORE_INDEX,
     Batch,
@@ -34,6 +33,7 @@ from stabletrain.records import (
     StepChecks,
     TrainState,
 )
+from stabletrain.tools import Tools
 
 
 @dataclass(frozen=True)

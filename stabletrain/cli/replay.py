@@ -39,10 +39,10 @@ from stabletrain.guarded.saved_step import holds_loop_step, replay_loop_step
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import conf_folder
-from stabletrain.protocols import Tools
 from stabletrain.records import TrainState
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stored.json_files import Count, DamagedFile, check_type
+from stabletrain.tools import Tools
 from stabletrain.trainer.contract import TakeLogits, vocabulary
 from stabletrain.trainer.options import StepOptions
 from stabletrain.trainer.options import read as read_options

@@ -27,11 +27,11 @@ from stabletrain.errors import StabletrainError
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compile_, compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
-from stabletrain.protocols import Tools
 from stabletrain.records import Batch, RankPart, Reading, TrainState
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.kernels import ieee_kernels
 from stabletrain.step import compute
+from stabletrain.tools import Tools
 
 ROUNDING = 0.05
 """Relative difference up to which a rank's replay agrees with its part of the step.

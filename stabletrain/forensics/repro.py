@@ -32,13 +32,13 @@ from stabletrain.forensics.user_code import hashes
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.machine.untouched import CONTAINERS
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.protocols import Tools
 from stabletrain.records import Batch, RankPart, Reading, saved_reading
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.guard.recheck import Finding
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
+from stabletrain.tools import Tools
 
 
 @dataclass(frozen=True)

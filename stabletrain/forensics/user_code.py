@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from stabletrain.errors import is_own
-from stabletrain.protocols import Tools
 from stabletrain.stored.files import read_file
+from stabletrain.tools import Tools
 
 
 def hashes(model: nn.Module, tools: Tools, since: float) -> dict[str, dict[str, str | None]]:

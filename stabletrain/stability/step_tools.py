@@ -1,4 +1,4 @@
-"""The step's tools, as objectives and guards see them; `Tools` itself (`protocols.py`) lies above this room."""
+"""The step's tools, as objectives and guards see them; `Tools` itself (`tools.py`) lies above this room."""
 
 from typing import Protocol, runtime_checkable
 

@@ -38,9 +38,9 @@ from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_al
 from stabletrain.parallel.ranks import run_on_main
 from stabletrain.printable import say
 from stabletrain.program import started
-from stabletrain.protocols import Tools
 from stabletrain.records import TrainState, reads_rows
 from stabletrain.stability.guard import NoGuard
+from stabletrain.tools import Tools
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run_folder import Description, NoRunFolder, RunFolder, versions

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import try_compiled
-from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.step import count_targets
+from stabletrain.tools import Tools
 
 
 def warm_up_compiled(

@@ -19,13 +19,13 @@ from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import is_round
-from stabletrain.protocols import Tools
 from stabletrain.records import Batch, Reading, TrainState, Verdict
 from stabletrain.stability.guard.copies import put_back_after
 from stabletrain.stability.guard.recheck import repeats_exactly
 from stabletrain.stability.guard.state_check import NoStateCheck
 from stabletrain.stability.guard.written import state_is_finite, update_is_finite
 from stabletrain.step import InFlight, apply, compute
+from stabletrain.tools import Tools
 from stabletrain.trainer.run import TrainingRun
 
 UNUSED_BATCHES = 1_000_003

@@ -23,11 +23,11 @@ from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
-from stabletrain.protocols import Tools
 from stabletrain.records import Batch, Reading, TrainState, Verdict
 from stabletrain.stability.guard.comparing import Compared, sums
 from stabletrain.stability.guard.recheck import Finding, NoRecheck, repeats_exactly
 from stabletrain.step import Computed, compute, count_targets, forward_backward
+from stabletrain.tools import Tools
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.incidents import ExecutedStep, handle_incident
 from stabletrain.trainer.run import TrainingRun

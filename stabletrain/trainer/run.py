@@ -15,8 +15,8 @@ from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
+from stabletrain.tools import Tools
 from stabletrain.tracking.run_folder import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History

@@ -23,11 +23,11 @@ from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, peak_flops, reset_peak
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group, run_on_main
 from stabletrain.printable import say
-from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.guard.state_check import default_every
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.optimizers.sgd import zero_momentum_
+from stabletrain.tools import Tools
 from stabletrain.trainer.banner import busy_note, split_note, text_note
 from stabletrain.trainer.contract import (
     checked,

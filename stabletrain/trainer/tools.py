@@ -3,12 +3,12 @@
 from torch import nn
 
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.protocols import Tools
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective.chunked_loss import with_loss_chunk
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import LearningRate
+from stabletrain.tools import Tools
 from stabletrain.trainer.options import StepOptions
 
 

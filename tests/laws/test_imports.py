@@ -20,7 +20,7 @@ MAY_SEE = {
     "program": set(),
     "buffers": set(),
     "checksums": set(),
-    "protocols": NOUNS | {"machine", "parallel", "stability"},
+    "tools": NOUNS | {"machine", "parallel", "stability"},
     "machine": NOUNS,
     "data": NOUNS,
     "models": NOUNS | {"stability"},
@@ -33,19 +33,18 @@ MAY_SEE = {
     "parallel": NOUNS | {"checkpoint", "machine"},
     "comparison": NOUNS | {"tracking"},
     "faults": NOUNS | {"checkpoint", "tracking"},
-    "step": NOUNS | {"protocols", "monitors"},
-    "forensics": NOUNS
-    | {"checkpoint", "machine", "monitors", "parallel", "protocols", "stability", "step", "tracking"},
-    "guarded": NOUNS | {"checkpoint", "forensics", "machine", "monitors", "parallel", "protocols", "stability", "step"},
+    "step": NOUNS | {"tools", "monitors"},
+    "forensics": NOUNS | {"checkpoint", "machine", "monitors", "parallel", "tools", "stability", "step", "tracking"},
+    "guarded": NOUNS | {"checkpoint", "forensics", "machine", "monitors", "parallel", "tools", "stability", "step"},
     "adapters": NOUNS | {"guarded"},
     "config": NOUNS | {"parallel", "stability", "weights"},
     "trainer": NOUNS
     | {"checkpoint", "comparison", "config", "data", "faults", "forecast", "forensics", "machine", "models", "monitors"}
-    | {"parallel", "protocols", "stability", "step", "tracking", "weights"},
+    | {"parallel", "tools", "stability", "step", "tracking", "weights"},
     "whatif": NOUNS | {"checkpoint", "comparison", "config", "data", "machine", "parallel", "tracking", "trainer"},
     "cli": NOUNS
     | {"checkpoint", "comparison", "config", "data", "forecast", "forensics", "guarded", "machine", "models"}
-    | {"parallel", "protocols", "stability", "tracking", "trainer", "weights", "whatif"},
+    | {"parallel", "tools", "stability", "tracking", "trainer", "weights", "whatif"},
     "api": NOUNS | {"cli", "comparison", "config", "machine", "parallel", "tracking", "trainer"},
     "train": {"cli", "parallel"},
     "__main__": {"cli"},

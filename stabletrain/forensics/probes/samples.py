@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from stabletrain.forensics.replay import forward_backward
 from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.forward import isolated
-from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.step_tools import StepTools
+from stabletrain.tools import Tools
 
 MAX_LISTED = 8
 """Maximum number of samples to list."""
