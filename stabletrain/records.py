@@ -249,6 +249,38 @@ class StepChecks:
     unproven: Number = 0.0
 
 
+@dataclass(frozen=True)
+class DeviceReading:
+    """The numbers of one step before they are on the host; the fields are those of `Reading`, except `withheld`.
+
+    Attributes:
+        clip_active: None if the gradient was clipped as a whole; see `Clipped`.
+        withheld: 1 if the gate was closed, so that the optimizer's step did nothing, else 0.
+    """
+
+    step: int
+    loss: Number
+    terms: Mapping[str, Number]
+    grad_norm: Number
+    clip_coef: Number
+    clip_active: Number | None
+    inputs: Number
+    buffers: Number
+    loss_scale: Number
+    withheld: Number
+    bad_data: Number
+    overflow: Number
+    lr: float
+    state_changed: Number = 0.0
+    bad_update: Number = 0.0
+    recheck: Number = 0.0
+    recheck_update: Number = 0.0
+    stop: Number = 0.0
+    rank: Number = -1
+    update: Number = 0.0
+    weights: Number = 0.0
+
+
 class Reading(NamedTuple):
     """The numbers of one step, on the host: everything that the loop, the guard and the trackers know about it.
 

@@ -25,6 +25,7 @@ from stabletrain.monitors.tensor_norms import gradients, measure_all
 from stabletrain.records import (
     IGNORE_INDEX,
     Batch,
+    DeviceReading,
     GradNorms,
     LossTerms,
     Number,
@@ -70,7 +71,7 @@ class InFlight:
 
     def __init__(
         self,
-        numbers: Mapping[str, Any],
+        numbers: DeviceReading,
         own: OwnNumbers | None = None,
         undone: bool = False,
         wait_for: Callable[[Any], None] = methodcaller("synchronize"),
@@ -78,16 +79,14 @@ class InFlight:
         """Starts copying the numbers to the host.
 
         Args:
-            numbers: by field of `Reading`, each on the device or known to the host; with `withheld`, 1 if the gate was
-                closed, in place of `applied`, and None as `clip_active` if the gradient was clipped as a whole.
             own, undone: see above.
             wait_for: waits for a CUDA event.
         """
         self._wait_for = wait_for
         self.own, self.undone, self.recomputed = own, undone, False
-        terms = numbers["terms"]
-        self._terms = {f"terms/{name}": name for name in terms}  # no field has a slash in its name
-        self._known = {**Reading._field_defaults, **numbers, **{key: terms[name] for key, name in self._terms.items()}}
+        self._known: dict[str, Any] = dict(vars(numbers))
+        self._terms = {f"terms/{name}": name for name in numbers.terms}  # no field has a slash in its name
+        self._known |= {key: numbers.terms[name] for key, name in self._terms.items()}
         # All numbers travel in one copy: a copy of each would cost the host as much as launching a layer.
         on_device = {name: value for name, value in self._known.items() if isinstance(value, Tensor)}
         self._names = [*on_device]
@@ -112,9 +111,8 @@ class InFlight:
         numbers["applied"] = not (numbers.pop("withheld") or numbers["bad_update"])
         if numbers["clip_active"] is None:  # the gradient was clipped as a whole
             numbers["clip_active"] = float(numbers["clip_coef"] < 1)
-        for flag in ("bad_data", "overflow", "state_changed", "bad_update", "stop"):
-            numbers[flag] = bool(numbers[flag])
-        numbers["rank"] = int(numbers["rank"])
+        flags = {name: bool(numbers[name]) for name in ("bad_data", "overflow", "state_changed", "bad_update", "stop")}
+        numbers |= {**flags, "rank": int(numbers["rank"])}
         return Reading(**numbers)
 
 
@@ -268,28 +266,28 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     rank = checks.rank
     if update.finite.rank is not None and rank is not None:  # a rank whose own numbers were bad had no update
         rank = torch.maximum(rank, update.finite.rank)
-    numbers = {
-        "step": state.step,
-        "loss": terms.total,
-        "terms": terms.parts,
-        "grad_norm": norms.total,
-        "clip_coef": clipped.coef,
-        "clip_active": clipped.active,
-        "inputs": checks.inputs,
-        "buffers": checks.buffers,
-        "loss_scale": loss_scale,
-        "withheld": withheld,
-        "bad_data": checks.bad_data,
-        "overflow": overflow,
-        "lr": lr,
-        "state_changed": checks.state_changed,
-        "bad_update": update.finite.bad,
-        "recheck": checks.recheck,
-        "recheck_update": update.recheck,
-        "stop": False if checks.stop is None else checks.stop,
-        "rank": -1 if rank is None else rank,
+    numbers = DeviceReading(
+        step=state.step,
+        loss=terms.total,
+        terms=terms.parts,
+        grad_norm=norms.total,
+        clip_coef=clipped.coef,
+        clip_active=clipped.active,
+        inputs=checks.inputs,
+        buffers=checks.buffers,
+        loss_scale=loss_scale,
+        withheld=withheld,
+        bad_data=checks.bad_data,
+        overflow=overflow,
+        lr=lr,
+        state_changed=checks.state_changed,
+        bad_update=update.finite.bad,
+        recheck=checks.recheck,
+        recheck_update=update.recheck,
+        stop=False if checks.stop is None else checks.stop,
+        rank=-1 if rank is None else rank,
         **update.lengths,
-    }
+    )
     return InFlight(numbers, checks.own, update.finite.undone, tools.parallel.wait_for)
 
 

@@ -12,7 +12,7 @@ from stabletrain.guarded.agreement import OneRank, RankNumbers
 from stabletrain.guarded.gradients import gradients, measure, multiply_
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.guarded.spikes import gate
-from stabletrain.records import Clipped, GradNorms, Number, Reading
+from stabletrain.records import Clipped, DeviceReading, GradNorms, Number, Reading
 from stabletrain.stability.clipping.fixed import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.step import InFlight
@@ -96,25 +96,25 @@ class Judge:
         if self._clip is not None:
             clipped = Clipped(self._clip.factor(norms))
             multiply_(found, torch.as_tensor(clipped.coef))
-        numbers = {
-            "step": step,
-            "loss": terms.total,
-            "terms": {},
-            "grad_norm": norms.total,
-            "clip_coef": clipped.coef,
-            "clip_active": clipped.active,
-            "inputs": 0.0,
-            "buffers": checks.buffers,
-            "loss_scale": loss_scale,
-            "withheld": ~opened,
-            "bad_data": False,
-            "overflow": overflow,
-            "lr": float(self._optimizer.param_groups[0].get("lr", 0.0)),
-            "state_changed": checks.state_changed,
-            "recheck": checks.recheck,
-            "stop": False if checks.stop is None else checks.stop,
-            "rank": -1 if checks.rank is None else checks.rank,
-        }
+        numbers = DeviceReading(
+            step=step,
+            loss=terms.total,
+            terms={},
+            grad_norm=norms.total,
+            clip_coef=clipped.coef,
+            clip_active=clipped.active,
+            inputs=0.0,
+            buffers=checks.buffers,
+            loss_scale=loss_scale,
+            withheld=~opened,
+            bad_data=False,
+            overflow=overflow,
+            lr=float(self._optimizer.param_groups[0].get("lr", 0.0)),
+            state_changed=checks.state_changed,
+            recheck=checks.recheck,
+            stop=False if checks.stop is None else checks.stop,
+            rank=-1 if checks.rank is None else checks.rank,
+        )
         reading = InFlight(numbers).wait()
         self.unproven = bool(checks.unproven)  # the reading has just been waited for
         return reading

@@ -24,7 +24,7 @@ from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.parallel.whole import WholeState
-from stabletrain.records import Batch, Reading, TrainState
+from stabletrain.records import Batch, DeviceReading, Reading, TrainState
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import NoGuard
 from stabletrain.step import InFlight
@@ -79,7 +79,7 @@ def executed(numbers: Reading, read: Batch | None = None) -> ExecutedStep:
     known = numbers._asdict()
     host = {name: known.pop(name) for name in ("lr", "step", "terms")} | {"withheld": float(not known.pop("applied"))}
     known = {name: torch.tensor(float(value)) for name, value in known.items()}
-    return ExecutedStep(InFlight({**host, **known}), read or batch(), 3, Buffers([]).save())
+    return ExecutedStep(InFlight(DeviceReading(**host, **known)), read or batch(), 3, Buffers([]).save())
 
 
 class Recorder(NoTracker):
