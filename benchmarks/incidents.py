@@ -42,14 +42,14 @@ def diagnoses(folder: Path, overrides: Sequence[str], clock: Clock) -> dict[str,
     run, steps, heights, found = Rounds(job), [], [0], {}
     while len(found) < len(AT):
         taken, memory = {}, {}
-        for part in (run.compute, run.settle, run.commit):
+        for part in (run.compute, run.judge, run.commit):
             with most_memory(device) as memory[part.__name__]:
                 taken[part.__name__] = clock.seconds(part)
-        settled = job.state.step - 2
-        if settled in AT.values():
-            name = next(name for name, step in AT.items() if step == settled)
-            found[name] = {"seconds": taken["settle"], "memory": max(memory["settle"], default=0)}
-        elif settled >= 0:  # the first one warms up
+        judged = job.state.step - 2
+        if judged in AT.values():
+            name = next(name for name, step in AT.items() if step == judged)
+            found[name] = {"seconds": taken["judge"], "memory": max(memory["judge"], default=0)}
+        elif judged >= 0:  # the first one warms up
             steps.append(sum(taken.values()))
             heights += [height for part in memory.values() for height in part]
     run.close()

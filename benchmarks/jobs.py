@@ -92,7 +92,7 @@ class Rounds:
     """The rounds of `loop.train`, one at a time, without evaluations and checkpoints.
 
     Takes a snapshot when constructed. Calling it executes a whole round with everything that is due. `compute`,
-    `settle` and `commit` execute a round's stages alone, without monitors and snapshots.
+    `judge` and `commit` execute a round's stages alone, without monitors and snapshots.
 
     Attributes:
         job: the run.
@@ -107,9 +107,9 @@ class Rounds:
         self.job.saved.take_snapshot()
 
     def __call__(self) -> None:
-        """Executes one round: computes a step, settles the previous one, applies the update, and does what is due."""
+        """Executes one round: computes a step, judges the previous one, applies the update, and does what is due."""
         self.compute()
-        self.settle()
+        self.judge()
         watching = self.look()
         self.commit()
         self._attend(watching)
@@ -124,7 +124,7 @@ class Rounds:
         batch = self.job.data.batches.get(self.job.state.step)
         return batch, batch.to(self.job.device).split(self.job.plan.grad_accum_steps)
 
-    def settle(self, seen: Mapping[str, float] = NOTHING) -> bool:
+    def judge(self, seen: Mapping[str, float] = NOTHING) -> bool:
         """Acts on the previous step's verdict; returns False if the state was rolled back."""
         executed, self._executed = self._executed, None
         if executed is None:
@@ -163,12 +163,12 @@ class Rounds:
         return True
 
     def _attend(self, watching: bool) -> None:
-        """Runs the monitors' second half, and takes a snapshot if due; both require that the step is settled first."""
+        """Runs the monitors' second half, and takes a snapshot if due; both require that the step is judged first."""
         if self._computed is None:
             return
         putting_by = self.job.saved.snapshot_due(self.job.state.step)
         if watching or putting_by:
             seen = run_monitors(self.job, self._executed) if watching else NOTHING
-            if self.settle(seen) and putting_by:
+            if self.judge(seen) and putting_by:
                 self.job.saved.take_snapshot()
                 self.done["snapshots"] += 1

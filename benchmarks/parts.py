@@ -53,11 +53,11 @@ class Parted(Rounds):
         self.mark("guard")
         return found
 
-    def settle(self, seen: Mapping[str, float] = NOTHING) -> bool:
+    def judge(self, seen: Mapping[str, float] = NOTHING) -> bool:
         self.mark("tracking")
-        settled = super().settle(seen)
+        judged = super().judge(seen)
         self.mark("guard")
-        return settled
+        return judged
 
     def shares(self, rounds: int) -> dict[str, float]:
         """Returns each part's median share of a round's time."""

@@ -29,7 +29,7 @@ def measured(folder: Path, overrides: Sequence[str], rounds: int, clock: Clock) 
 
     def step() -> None:
         run.compute()
-        run.settle()
+        run.judge()
         run.commit()
 
     for number in range(2 * (WARM_UP + rounds)):

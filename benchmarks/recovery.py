@@ -78,8 +78,8 @@ class Turn:
         self.recovery = self.job.rollback
 
     def step(self) -> float:
-        """Returns the seconds of one step, settled at the end."""
-        return self._clock.seconds(lambda: (self.run(), self.run.settle()))
+        """Returns the seconds of one step, judged at the end."""
+        return self._clock.seconds(lambda: (self.run(), self.run.judge()))
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Returns the seconds of `work`."""

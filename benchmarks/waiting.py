@@ -15,7 +15,7 @@ def waiting(run: Rounds) -> str:
     torch.cuda.set_sync_debug_mode("error")
     try:
         run.compute()
-        run.settle()
+        run.judge()
         run.commit()
     except RuntimeError as error:
         return str(error).splitlines()[0]

@@ -246,7 +246,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     loss_scale = tools.precision.loss_scale()
     # The schedule's learning rate for this step number; lower for some steps after a rollback.
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
-    # Before gradients are clipped, an optimizer that may give a bad update has everything copied that it may write.
+    # If the optimizer may give a bad update, copy everything that it may write, before gradients are clipped.
     update = CheckedUpdate(state, tools)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
     clipped = tools.clipping(state.model, norms, gate)
@@ -264,7 +264,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     state_check.after_update(state, buffers)
     # Copy the step's numbers to the host, without waiting for them.
     rank = checks.rank
-    if update.finite.rank is not None and rank is not None:  # a rank whose own numbers were bad had no update
+    if update.finite.rank is not None and rank is not None:  # a rank with bad numbers has no update
         rank = torch.maximum(rank, update.finite.rank)
     numbers = DeviceReading(
         step=state.step,

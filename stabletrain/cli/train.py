@@ -210,8 +210,8 @@ def run_job(cfg: DictConfig) -> float | None:
     try:
         return run_one(cfg, folder, tell=say)
     except Exception as raised:
-        # The loss of a rank raises an error in every other one, from whichever collective they wait in. The rank that
-        # ended first is what the user has to know.
+        # If a rank ends, all others raise an error in the collective in which they wait. The user needs to know which
+        # rank ended first.
         error = as_rank_lost(raised, ranks) or raised
         report_error(error, ranks, folder)
         # A run that could not even be built has no record yet; sweeps and Slurm read the exit code there.
@@ -241,7 +241,7 @@ def run_one(
         Exception: an error of the program or of the user's code.
     """
     ranks, resumed = current_ranks(), None
-    # The two keys read below must be there, and must not refer to something that is not.
+    # The two keys read below must exist, and their interpolations must resolve.
     check_resolves(cfg)
     # `resume=auto` of a finished run is no mistake: a script may type it again after every kill. Only the main process
     # reads the record, because the ranks must not disagree if it changes meanwhile.
@@ -253,7 +253,7 @@ def run_one(
             added = "its missing report.html is written" if written else "nothing to do"
             tell(f"{folder} is finished already, {lines.result(resumed)}: {added}; raise steps to continue")
         return resumed["final"].get("val/loss")
-    # The resume comes first: that it cannot change the model explains more than a mistake that the new model causes.
+    # Check the resume first: if it may not change the model, say that, not which error the new model would cause.
     choices = HydraConfig.get().runtime.choices
     run_on_main(ranks, lambda: check_resume(cfg.resume, settings(cfg, choices), folder))
     check(cfg)

@@ -50,7 +50,7 @@ class Rule:
     Attributes:
         keys: what it is about: keys and groups, with blanks between them, or `ANY_KEY`, or `ANY_TYPED`.
         broken: takes the configuration and one of the keys; returns whether this is refused.
-        message: what is wrong, with the value and the bound. `{name}` stands for one of `WORDS`, for the value of a
+        message: what is wrong, with the value and the bound. `{name}` is one of `PLACEHOLDERS`, the value of a
             key, or for the option of a group.
         fix: what to type instead, with the same names.
     """
@@ -76,7 +76,7 @@ class Rule:
 
         def word(found: re.Match) -> str:
             name = found[1]
-            return str(WORDS[name](run, key)) if name in WORDS else show(run[name])
+            return str(PLACEHOLDERS[name](run, key)) if name in PLACEHOLDERS else show(run[name])
 
         return ConfigError(re.sub(r"\{([\w.]+)\}", word, f"{self.message}; fix: {self.fix}"))
 
@@ -86,8 +86,8 @@ def below(lowest: int) -> Condition:
     return lambda run, key: run[key] is not None and run[key] < lowest
 
 
-def takes(test: Callable[[Any], bool]) -> Condition:
-    """Returns the condition that a key has a value that it does not take."""
+def fails(test: Callable[[Any], bool]) -> Condition:
+    """Returns the condition that a key's value fails a test."""
     return lambda run, key: key in run.values and not test(run[key])
 
 
@@ -98,8 +98,8 @@ def is_mistyped(run: Composed, key: str) -> bool:
     return default is not None and not has_row and key in run.values and not fits(run[key], default)
 
 
-def null_or(example: Any) -> Condition:
-    """Returns the condition, for a default of null, that a value has not the type of the example."""
+def is_not_null_or(example: Any) -> Condition:
+    """Returns the condition that a key with default null has a value that is neither null nor of the example's type."""
     return lambda run, key: (
         key in run.defaults and run.defaults[key] is None and run[key] is not None and not fits(run[key], example)
     )
@@ -156,17 +156,17 @@ TYPES = [
     Rule(ANY_KEY, lambda run, key: key not in run.defaults and not key.startswith(run.retargeted),
          "{override}: there is no such key", "{nearest}"),
     REMOVED,
-    Rule("compile", takes(lambda value: value == "auto" or isinstance(value, bool)),
+    Rule("compile", fails(lambda value: value == "auto" or isinstance(value, bool)),
          "{override} is not auto, true or false", "{default}"),
-    Rule("loss_chunk", takes(lambda value: value in ("auto", "none") or (type(value) is int and value >= 1)),
+    Rule("loss_chunk", fails(lambda value: value in ("auto", "none") or (type(value) is int and value >= 1)),
          "{override} is not auto, none, or a number of tokens of at least 1", "{default}"),
     Rule("eval_batches warmup.steps model.vocab_size model.block_size model.num_classes model.in_channels "
-         "faults.rank data.workers guard.checksum_every", null_or(1),
+         "faults.rank data.workers guard.checksum_every", is_not_null_or(1),
          "{override} is not a whole number", "{corrected}"),
-    Rule("data.path faults.module faults.parameter wandb.entity wandb.group wandb.name", null_or(""),
+    Rule("data.path faults.module faults.parameter wandb.entity wandb.group wandb.name", is_not_null_or(""),
          "{override} is not a string", "{corrected}"),
     Rule(ANY_KEY, is_mistyped, "{override} is not {kind}", "{corrected}"),
-    Rule("wandb.tags precision.fp32_modules precision.bf16_modules", takes(lambda value: fits(value, [""])),
+    Rule("wandb.tags precision.fp32_modules precision.bf16_modules", fails(lambda value: fits(value, [""])),
          "{override} is not a list of strings", "{corrected}"),
 ]
 """Unknown keys (`+typo=1`), removed keys (`~guard`), and values of another type than the default's."""
@@ -299,7 +299,7 @@ def fitting(run: Composed, key: str) -> str:
     }.get((key, run["model.modality"]), f"another {key}")
 
 
-WORDS: dict[str, Callable[[Composed, str], Any]] = {
+PLACEHOLDERS: dict[str, Callable[[Composed, str], Any]] = {
     "key": lambda run, key: key,
     "override": lambda run, key: f"{key}={show(run[key])}",
     "typed": lambda run, key: next(run.overrides_of(key)),

@@ -73,14 +73,14 @@ class NoIncidentHandler:
 class IncidentHandler(NoIncidentHandler):
     """Investigates the first incidents of a run.
 
-    A mistake in the code or the configuration shows again after every rollback. It is written once and then only
+    A mistake in the code or the configuration recurs after every rollback. It is written once and then only
     counted, which leaves room for other incidents.
 
     Attributes:
         max_incidents: maximum number of incident folders, including those that exist already.
         max_seconds: approximate time limit for each; checks that have not begun by then are left out.
         keep_state: whether weights and batch are saved with each, for `stabletrain replay`.
-        again: how often each known mistake was found again, by cause, module, operation, direction and line.
+        recurrences: how often each known mistake was found again, by cause, module, operation, direction and line.
 
     Raises:
         ConfigError: a limit is not positive.
@@ -94,7 +94,7 @@ class IncidentHandler(NoIncidentHandler):
         if not max_seconds > 0:
             raise ConfigError(f"forensics.max_seconds={max_seconds} is not above 0: use for example 120")
         self.max_incidents, self.max_seconds, self.keep_state = max_incidents, max_seconds, keep_state
-        self.again: Counter[tuple[str, ...]] = Counter()
+        self.recurrences: Counter[tuple[str, ...]] = Counter()
         self._filed: set[tuple[str, ...]] = set()
         self._investigations = 0
         self._folder: Path | None = None
@@ -126,12 +126,12 @@ class IncidentHandler(NoIncidentHandler):
             NotInvestigated: an error prevents it. Nothing else is raised: explaining a step must not end the run.
         """
         try:
-            # A resumed run repeats the steps after its checkpoint: it shows an incident again, and files no second.
+            # A resumed run repeats the steps after its checkpoint: show the known incident again, write no second one.
             if (filed := self.filed_at(request.tick)) is not None:
                 return filed
             if not self.has_budget():
                 return None
-            self.count()  # before it begins: one that fails has cost time too
+            self.count()  # count it first: a failed investigation costs time too
             # Everything that a replay needs. Check the memory before anything is allocated or gathered: FSDP shards the
             # model with one rank, too.
             repro = make_repro()
@@ -198,7 +198,7 @@ class IncidentHandler(NoIncidentHandler):
         about, origin = found.diagnosis, found.evidence.origin
         mistake = mistake_key(about.cause, None if origin is None else origin.as_dict())
         if mistake in self._filed:
-            self.again[mistake] += 1
+            self.recurrences[mistake] += 1
             return IncidentSummary(None, about.cause, about.verdict, about.fix, [], mistake, known=True)
         assert self._folder is not None, "open(folder, setting) comes first"
         assert subject.reading is not None

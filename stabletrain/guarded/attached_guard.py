@@ -149,7 +149,7 @@ class AttachedGuard(LoopGuard):
         kept = self._copies()
         with self._update(kept):
             yield
-        if not self._stays(kept):
+        if not self._keep_or_undo(kept):
             begun, reading = self._pending
             self._pending = begun, self._undone(begun, reading)
         self._end()
@@ -159,7 +159,7 @@ class AttachedGuard(LoopGuard):
         kept = self._copies()
         with self._update(kept):
             self._run_optimizer_step()
-        return self._stays(kept)
+        return self._keep_or_undo(kept)
 
     def _run_optimizer_step(self) -> None:
         self._recorder.run_own_step()

@@ -49,8 +49,8 @@ class Guard(LoopGuard):
         precision: `bf16` or `fp16` runs closures under autocast, fp16 with a loss scale; `fp32` and None do not.
         scaler: the loop's own `torch.amp.GradScaler`. The guard scales the loss with it, steps and updates it.
         loader: an object with `state_dict` and `load_state_dict`, which a rollback puts back.
-        checksum_every: updates between two checks that nothing but the step changed weights, moments and buffers; 1
-            checks between all updates. 0, for none, if the loop itself changes them, as by clamping weights.
+        checksum_every: updates between two checks that only steps changed weights, moments and buffers; 1
+            checks every update, 0 never. Use 0 if the loop itself changes them, for example clamps weights.
         recheck_every: steps between two repetitions of a step's gradients, which must have the same bits
             (`guarded/repeat.py`); 0 for none. The closure must take the batch, and runs a second time.
         check_update: whether updates of an optimizer that is not proven to keep weights and moments finite are checked,
@@ -140,7 +140,7 @@ class Guard(LoopGuard):
             closure: runs the forward pass and returns the loss, a scalar. It must not call `backward`. It is run again
                 if the step is withheld.
             batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`. With
-                the batch, the guard can also find the samples at fault. A closure that takes nothing is called without.
+                the batch, the guard can also find the samples at fault. A closure without parameters gets none.
             step: see `at`.
 
         Returns:
@@ -185,7 +185,7 @@ class Guard(LoopGuard):
         return loss.detach()
 
     def _run(self, micro_batch: MicroBatch, begun: BegunStep) -> Any:
-        """Runs a closure. If it raises an error, logs where values were not finite before, which may be the reason."""
+        """Runs a closure. If it raises an error, logs the first non-finite values before it, a likely reason."""
         try:
             return micro_batch()
         except ConfigError:
@@ -245,7 +245,7 @@ class Guard(LoopGuard):
         scale = None if kept is None else scaling.saved()
         with self._update(kept):
             scaling.update(self._optimizer, True, False)
-        if not self._stays(kept):
+        if not self._keep_or_undo(kept):
             scaling.put_back(scale)
             return False
         # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.

@@ -117,9 +117,9 @@ class LoopGuard:
         self._next_shown_step = number
 
     def state_replaced(self) -> None:
-        """Tells the guard that the loop has given weights, moments or buffers other values itself.
+        """Tells the guard that the loop itself has changed weights, moments or buffers.
 
-        Not needed after `load_state_dict` of the model or of the optimizer. The checksums from before no longer count,
+        Not needed after `load_state_dict` of the model or of the optimizer. Older checksums are discarded,
         and the next step takes a new snapshot to go back to.
         """
         self._loads.noticed = False
@@ -135,7 +135,7 @@ class LoopGuard:
         if self._loads.noticed:
             self.state_replaced()
         self._find_parameters()
-        # Weights and moments that are not finite from the start are no damage that a step did.
+        # Note what is not finite from the start, so that no step is blamed for it.
         if not self._start_noted:
             note_start(self._model, self._optimizer)
             self._start_noted = True
@@ -205,7 +205,7 @@ class LoopGuard:
     def _update(self, kept: Copies | None = None) -> Generator[None]:
         """A context in which the optimizer's step runs, with a lower learning rate for a while after a rollback.
 
-        If the step raises an error, `kept` is put back, so that no half of an update stays.
+        If the step raises an error, `kept` is put back, so that no partial update remains.
         """
         factor = self._policy.lr_multiplier(self._step)
         groups = [group for group in self._optimizer.param_groups if factor != 1.0 and "lr" in group]
@@ -224,7 +224,7 @@ class LoopGuard:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _stays(self, kept: Copies | None) -> bool:
+    def _keep_or_undo(self, kept: Copies | None) -> bool:
         """Returns whether the update that was just applied is finite, on all ranks; if not, undoes it."""
         if kept is None or not self._agreement.any_rank(not kept.are_finite_now()):
             return True
@@ -301,7 +301,7 @@ class LoopGuard:
         policy = self._policy
         if reading.overflow:  # routine in fp16: an overflow only lowers the loss scale
             return verdict
-        if policy.kind == "recheck" and policy.recheck.found is None:  # the closure never repeats: no fault
+        if policy.kind == "recheck" and policy.recheck.found is None:  # its bits always differ: no fault
             return verdict
         # Explain the first of several skips in a row: the others mostly have its cause. Explain a halt of another kind
         # too, and every fault of the machine.
@@ -392,7 +392,7 @@ class LoopGuard:
     # ---- take a step again
 
     def _can_take_again(self, begun: BegunStep, reading: Reading) -> bool:
-        """Returns whether the step can be taken again: the update, or closures that have not changed their batches."""
+        """Returns whether the update can be applied again, or the closures run again on unchanged batches."""
         if self._agreement.ranks.distributed:
             return False
         same_batches = all(tensor._version == version for tensor, version in begun.versions)
@@ -445,7 +445,7 @@ class LoopGuard:
     def _restore_intact_state(self) -> None:
         """Restores the newest intact state, because memory or arithmetic failed since."""
         reason = self._policy.reason
-        self._policy.skips["state"] += 1  # a loop does not read the step's batch again by itself
+        self._policy.skips["state"] += 1  # counts as skipped: the loop cannot read this batch again
         self._policy.state_check.put_back_buffers()  # the saved state lacks buffers that the model does not save
         self.rolled_back = self._states.put_back(self._shown_step)
         self._remember_state()
@@ -482,8 +482,8 @@ class LoopGuard:
         new = [name for name, each in named if each.requires_grad and id(each) not in known]
         if new:
             self._incidents.note(
-                f"step {self._shown_step}: {', '.join(new[:3])}: replaced since the optimizer was made, which has "
-                "the old parameter still; fix: make optimizer and guard anew, or copy_ the new values into the old "
+                f"step {self._shown_step}: {', '.join(new[:3])}: replaced since the optimizer was made, which still "
+                "updates the old one; fix: make optimizer and guard again, or copy_ the new values into the old "
                 "parameter"
             )
 

@@ -94,7 +94,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     precise = {**options.choices, "precision": process.precision.name}  # auto has chosen one
     options.forecast.set_run(precise, options.config["optimizer"])
 
-    # Data before the model, whose null sizes they give. The model before the tools: the loss may use its head alone.
+    # Data, then model, then tools: unset model sizes come from the data, and the loss may use the model's head.
     source = load_data(options.data, options.faults, process, options.batch_size)
     weights = starting_weights(options, source.data, process.ranks, folder)
     trained = build_model(options, process, source, weights, chooses_checksums(options.guard))
@@ -109,12 +109,12 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     try:
         parts.start_wandb()
         parts.open_checkpoints()
-        # Before a state is restored: its copies are what the memory is needed for.
+        # Decide this before a state is restored: the memory is for copies of the state.
         choose_host_memory(process, trained.state, options.guard, parts.checkpoints)
         restore_state(parts.saved, options.guard, parts.tracker, options.resume, options.steps)
         parts.announce_changes()
         parts.tracker.note(parts.opening_lines())
-        # Last, because compiling takes longest, and the lines above tell meanwhile what is going to be trained.
+        # Compile last: it takes longest, and the user can read the opening lines meanwhile.
         if compiling.should_compile(options.compile, process.device):
             parts.compile_model()
     except BaseException as error:
@@ -125,7 +125,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
 
 
 class RunParts:
-    """The parts of a run: those that `build` has made, and those that it needs besides.
+    """The parts of a run: those that `build` has made, and the output and saved states that this class adds.
 
     Claims the run folder, and opens everything that writes to it but W&B and the checkpoints.
 
@@ -149,7 +149,7 @@ class RunParts:
         self.options, self.folder, self.process = options, folder, process
         self.source, self.trained, self.tools = source, trained, tools
         ranks, state = process.ranks, trained.state
-        # Faults of the disk and of W&B stand around the objects that write there, where real ones would arise.
+        # Injected disk and W&B faults wrap the objects that write, so they happen where real faults would.
         self.checkpoints = checkpoints_for_all_ranks(options.faults.checkpoints(options.checkpoint), ranks)
         self.wandb = options.faults.wandb(options.wandb) if ranks.is_main else NoWandb()
         self.run_folder = self._claim_folder()
@@ -251,13 +251,13 @@ class RunParts:
         self.checkpoints.open(self.folder, lambda kind, step, fields: event(kind, step, **fields), self.run_folder.id)
 
     def announce_changes(self) -> None:
-        """Records and shows what a resume has changed, and lets the guard judge the next steps by themselves."""
+        """Records and shows what a resume has changed, and resets the guard for the new settings."""
         changed = self.resumption.announce(self.run_folder, self.tracker)
         if changed is None or not (keys := acting(changed.keys)):
             return
-        # The steps before were computed otherwise: neither their losses nor a return to them are a measure any more.
+        # Earlier steps used other settings, so their losses are no reference, and a rollback must not restore them.
         self.tools.guard.reset_for_new_settings(None if changed.loss is None else changed.loss[1])
-        # More steps are no setting that could have ruined the run: its last state may have been bad already.
+        # If only `steps` changed, older states stay allowed: they are no worse, and the last may be bad.
         self.saved.keep_before_new_settings(pin={*keys} != {"steps"})
 
     def opening_lines(self) -> str:

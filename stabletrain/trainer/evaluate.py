@@ -41,7 +41,7 @@ def evaluate(
     device = next(model.parameters()).device
     # Summed on the device, and read once at the end.
     sums: dict[str, Tensor] = {}
-    spoilt, no = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.bool, device=device)
+    n_bad, no = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.bool, device=device)
     with evaluating(model):
         for batch in batches:
             inputs, _, bad_inputs = sanitizer.inputs(batch.inputs)
@@ -53,12 +53,12 @@ def evaluate(
             if targets.is_floating_point():  # a bad label cannot be left out by itself
                 bad = bad_inputs | bad_targets
             skipped = batch.counted == 0  # a rank that has no batch left repeats the last one
-            spoilt = spoilt + (no if skipped else bad_inputs | bad_targets)
+            n_bad = n_bad + (no if skipped else bad_inputs | bad_targets)
             for name, value in objective.sums(outputs, batch.having(inputs, targets)).items():
                 counted = torch.zeros_like(value) if skipped else torch.where(bad, 0.0, value)
                 sums[name] = sums[name] + counted if name in sums else counted
     shapes = {name: value.shape for name, value in sums.items()}
-    flat = torch.cat([value.flatten() for value in (spoilt, *sums.values())])
+    flat = torch.cat([value.flatten() for value in (n_bad, *sums.values())])
     total, *parts = np.split(
         np.array(parallel.all_reduce_sum(flat).tolist()),
         np.cumsum([1, *(shape.numel() for shape in shapes.values())])[:-1],

@@ -86,7 +86,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
     saved, rollback, monitors = run.saved, run.rollback, run.monitoring.monitors
     throughput = Throughput(run.history, run.parallel.ranks.world_size)
     executed: ExecutedStep | None = None  # the step committed in the last iteration, if it is not judged yet
-    repeating = False  # whether the next step is taken for the second time, after a fault of the machine
+    repeating = False  # whether the next step is repeated after a fault of the machine
     first = state.step + 1
     can_replay = replays_exactly(state.model, state.optimizer, run.device)
     note_start(state.model, state.optimizer)
@@ -379,7 +379,7 @@ def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
     verdict = guard.on_machine_fault(run.state.step, divergence, damaged=True)
     tracker.event("divergence", run.state.step, reason=divergence, tick=run.state.executed_steps)
     if verdict is Verdict.APPLY:
-        tracker.note(f"step {run.state.step}: {divergence}; guard=off lets that be")
+        tracker.note(f"step {run.state.step}: {divergence}; guard=off ignores this")
     return act_on_verdict(run, verdict, throughput)
 
 
@@ -436,7 +436,7 @@ def validate(run: TrainingRun) -> float:
         state.model, batches, run.tools.objective.plain, run.tools.precision, run.tools.sanitizer, run.parallel
     )
     if bad_batches := metrics.get("val/bad_batches"):
-        text = f"evaluation: {bad_batches} batches hold bad data; what is bad in them is not counted"
+        text = f"evaluation: {bad_batches} batches hold bad data; bad labels and inputs are not counted"
         if not history.val.get("val/bad_batches"):
             tracker.note(f"step {state.step}: {text}")
         tracker.event("bad_validation", state.step, batches=bad_batches)

@@ -1,7 +1,7 @@
 """The options of a run as typed objects: one field for each config group and each key of `conf/config.yaml`.
 
-`read` makes them all, here and once. What needs something that is known only later stays a `Choice`, whose `build`
-takes it: the model its sizes from the data, the precision its device, the optimizer its model. The data are a `Choice`
+`read` makes all of them once. An option that needs a later value stays a `Choice`, and its `build` receives that value:
+the model needs sizes from the data, the precision a device, the optimizer a model. The data set is a `Choice`
 because each rank opens them on its own. From here on the code takes objects and values, and sees no configuration.
 """
 
@@ -31,7 +31,7 @@ from stabletrain.stability.schedule import Constant, NoWarmup
 from stabletrain.stability.softcap import NoSoftcap
 from stabletrain.tracking.wandb import NoWandb
 
-Some = TypeVar("Some", bound="ForwardOptions")
+OptionsT = TypeVar("OptionsT", bound="ForwardOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Options(StepOptions):
         return f"{self.choices[name]}: {kind.__module__}.{kind.__qualname__}" if name in self.choices else repr(value)
 
 
-def read(kind: type[Some], config: Mapping[str, Any], choices: Mapping[str, str] | None = None) -> Some:
+def read(kind: type[OptionsT], config: Mapping[str, Any], choices: Mapping[str, str] | None = None) -> OptionsT:
     """Makes the options of a configuration, each an object that fits the type of its field.
 
     Args:
@@ -130,18 +130,18 @@ def read(kind: type[Some], config: Mapping[str, Any], choices: Mapping[str, str]
             choice = Choice(name, value, choices.get(name, ""), None if role is Any else role)
             found[name] = choice if get_origin(wanted) is Choice else choice.build()
     # The loss is made last: the cross-entropy takes two other options. Older runs and incidents had no other loss.
-    usual = CrossEntropy(found.get("zloss", NoZLoss()), found.get("label_smoothing", 0.0))
+    cross_entropy = CrossEntropy(found.get("zloss", NoZLoss()), found.get("label_smoothing", 0.0))
     if "objective" not in config:
-        return kind(**found, objective=usual)
-    return kind(**found, objective=objective_of(Choice.of(config, "objective", choices=choices), usual))
+        return kind(**found, objective=cross_entropy)
+    return kind(**found, objective=objective_of(Choice.of(config, "objective", choices=choices), cross_entropy))
 
 
-def objective_of(choice: Choice[Any], usual: CrossEntropy) -> Objective:
+def objective_of(choice: Choice[Any], cross_entropy: CrossEntropy) -> Objective:
     """Builds the objective: an `Objective`, or any callable of the user's, which may be a function or a class.
 
     Args:
         choice: the option of the group `objective`.
-        usual: the loss if the option is the cross-entropy.
+        cross_entropy: the loss if the option is the cross-entropy.
 
     Raises:
         ConfigError: the target cannot be built or called.
@@ -152,7 +152,7 @@ def objective_of(choice: Choice[Any], usual: CrossEntropy) -> Objective:
         return Custom(partial(made.func, **made.keywords))  # Hydra's partial would check its target in every step
     objective = choice.build()
     if isinstance(objective, CrossEntropy):
-        return replace(objective, zloss=usual.zloss, label_smoothing=usual.label_smoothing)
+        return replace(objective, zloss=cross_entropy.zloss, label_smoothing=cross_entropy.label_smoothing)
     if isinstance(objective, Objective):
         return objective
     if not callable(objective):

@@ -118,7 +118,7 @@ class Rollback:
         state, reason = self._state, self._guard.reason
         wanted = self.saved.before_trouble()
         found = None if wanted is None else self.saved.find(wanted)
-        # What was trained before a resume with other settings is not given up for one of these settings.
+        # Never go back past a resume with other settings: a bad setting must not undo the training before it.
         pinned = self._guard.states.pinned
         if found is not None and pinned is not None and found[1] < pinned:
             found = None
@@ -215,7 +215,7 @@ class Rollback:
         self.saved.snapshots.retain(self._guard.states.steps)
         if done.keeps_later:
             return
-        # After a rollback the run takes another course from here: nothing later on disk belongs to it.
+        # From here on the run reads other data: mark the later log lines, and delete the later checkpoints.
         self._tracker.mark(state.step, done.executed_steps)
         self.saved.discard_later()
         self.saved.save(self._history.val_loss_at(state.step), healthy=True)

@@ -275,7 +275,7 @@ class SavedStates:
     def _newest_intact(self, target: int) -> Tree | None:
         """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; or None."""
         while (kept := self.snapshots.newest(target)) is not None:
-            # Checksums are of the live tensors, so restore the snapshot first: the present state is given up anyway.
+            # Checksums need live tensors, so restore the snapshot first: the present state is discarded anyway.
             step, skipped, executed = self.state.step, self.state.skipped, self.state.executed_steps
             restore(kept, self.state, {})
             intact = self._guard.state_check.restored(self.state, self._references.get(kept["step"]))

@@ -3,7 +3,7 @@
 An array outlives the command that waits for it, except if Ctrl-C or SIGTERM ends this command: then the array is
 cancelled, and its arms save their states. The same command finds an array that still runs, and submits only the others.
 `slurm/<number>/` in the folder of a what-if holds an array: its script, `array.json` until it has ended, and for each
-task a folder with `leg.json` and `slurm.log`.
+task a folder with `arm_run.json` and `slurm.log`.
 """
 
 import json
@@ -24,7 +24,7 @@ from stabletrain.whatif.arm_run import ArmRun
 from stabletrain.whatif.outcome import REFUSED
 from stabletrain.whatif.task import write_arm_run
 
-ARRAYS, RECORD, ARM_RUN, LOG = "slurm", "array.json", "leg.json", "slurm.log"
+ARRAYS, RECORD, ARM_RUN, LOG = "slurm", "array.json", "arm_run.json", "slurm.log"
 """The folder of all arrays of a what-if; in the folder of one, its record; in the folder of a task, its files."""
 
 POLL_S = 5.0
@@ -48,7 +48,7 @@ class ArmArray(Protocol):
         """Returns the text of the batch script.
 
         Args:
-            folder: of the array; task n finds its arm in `<n>/leg.json`.
+            folder: of the array; task n finds its arm in `<n>/arm_run.json`.
             arms: the run folder of each task.
 
         Raises:
@@ -95,13 +95,13 @@ class Task:
         return known.get((self.record["job"], self.number), "")
 
 
-def run_array(runs: Sequence[ArmRun], slurm: ArmArray, on_over: Callable[[ArmRun], None]) -> None:
+def run_array(runs: Sequence[ArmRun], slurm: ArmArray, on_finished: Callable[[ArmRun], None]) -> None:
     """Runs arms as an array, and waits until they are over; raises as `run_arms`.
 
     Args:
         runs: arms of one round that are not over.
         slurm: submits them.
-        on_over: called with each arm that is over.
+        on_finished: called with each arm that is over.
     """
     if not runs:
         return
@@ -111,7 +111,7 @@ def run_array(runs: Sequence[ArmRun], slurm: ArmArray, on_over: Callable[[ArmRun
     def is_settled(task: Task, state: str, since: float) -> bool:
         run = by_folder[task.arm]
         if run.over or (run.folder / REFUSED).exists():
-            on_over(run)
+            on_finished(run)
         elif since < (VISIBLE_AFTER_S if state in ("", "COMPLETED") else FAILED_AFTER_S):
             return False
         else:
@@ -135,7 +135,7 @@ def run_array(runs: Sequence[ArmRun], slurm: ArmArray, on_over: Callable[[ArmRun
         wait(ending, lambda task, state, since: True, stopping)
         new = []
         for run in (run for run in runs if run.folder.name not in {task.arm for task in mine}):
-            on_over(run) if run.over else new.append(run)
+            on_finished(run) if run.over else new.append(run)
         if new and not request.name:
             mine += submit(new, slurm, folder)
         wait(mine, is_settled, stopping)

@@ -78,7 +78,7 @@ class WhatIf:
             StabletrainError: an arm ended with an error.
         """
         plan, trouble, first = self.plan, self.plan.trouble, self.plan.rounds[0]
-        # One state for all arms, so that they differ by no more than what each of them changes.
+        # One state for all arms, so that arms differ only in what they change.
         start = self.prepare_start()
         facts = start_facts(start)
 
@@ -170,10 +170,10 @@ class WhatIf:
         runs = [*runs]
         width = max(len(run.arm.name) for run in runs)
 
-        def on_over(run: ArmRun) -> None:
+        def on_finished(run: ArmRun) -> None:
             say(f"{run.arm.name:<{width}}  {ending(read_outcome(run.arm, run.folder, facts, run.stop))}", flush=True)
 
-        run_arms(runs, self.jobs, on_over, self.slurm)
+        run_arms(runs, self.jobs, on_finished, self.slurm)
         return [read_outcome(run.arm, run.folder, facts, run.stop) for run in runs]
 
     def run_from_step_0(self, final: Ranking, facts: StartFacts, stop: int) -> list[Outcome]:

@@ -104,7 +104,7 @@ class Healer:
         self._report = bool(cfg.report)
         history = self._on_main(self._resumed_history) if cfg.resume == "auto" else HaltHistory()
         while True:
-            # A halt that nothing has followed yet: try fixes first. Then train on, with the best of them in force.
+            # If the last halt has no outcome yet, try fixes first. Then train on with the best fix.
             halt, healing = history.halt, None
             if halt is not None:
                 healing = self._heal(history, halt, cfg.guard.whatif_steps)
@@ -136,7 +136,7 @@ class Healer:
         return replace(history, halt=None)
 
     def _changed_keys(self) -> set[str]:
-        """Returns the keys that the user has typed for this start, otherwise than for the run's first one."""
+        """Returns the keys that the user has typed for this start with another value than at the first start."""
         first = {*recorded_arguments(self._folder).overrides}
         return {key_of(each) for each in self._typed if each not in first}
 
@@ -298,9 +298,9 @@ def read_healing(folder: Path) -> Healing | None:
 
 
 def plan_after(halt: Halt, history: HaltHistory, run: Path, folder: Path) -> Plan:
-    """Returns what to try after a halt: all arms that apply but those that were tried from the same state before.
+    """Returns what to try after a halt: all arms that apply, without those already tried from this state.
 
-    `nothing` is not among them: that is what has halted.
+    `nothing` is left out: the run that halted was this arm.
 
     Raises:
         ConfigError: there is no state to start from.

@@ -19,14 +19,14 @@ POLL_S = 0.2
 
 
 def run_arms(
-    runs: Sequence[ArmRun], jobs: int, on_over: Callable[[ArmRun], None], slurm: ArmArray | None = None
+    runs: Sequence[ArmRun], jobs: int, on_finished: Callable[[ArmRun], None], slurm: ArmArray | None = None
 ) -> None:
     """Runs arms.
 
     Args:
         runs: the arms, of which those that are over are not run.
         jobs: number of processes; 1 for this one.
-        on_over: called with each arm that is over.
+        on_finished: called with each arm that is over.
         slurm: runs them as an array job instead; it has a limit of its own.
 
     Raises:
@@ -35,21 +35,21 @@ def run_arms(
     """
     for run in runs:
         if run.over:
-            on_over(run)
+            on_finished(run)
     left = [run for run in runs if not run.over]
     if slurm is not None:
-        run_array(left, slurm, on_over)
+        run_array(left, slurm, on_finished)
         return
     check_not_queued(left)
     if jobs == 1:
         for run in left:
             run_arm(run, live=True)
-            on_over(run)
+            on_finished(run)
     elif left:
-        run_processes(left, jobs, on_over)
+        run_processes(left, jobs, on_finished)
 
 
-def run_processes(runs: Sequence[ArmRun], jobs: int, on_over: Callable[[ArmRun], None]) -> None:
+def run_processes(runs: Sequence[ArmRun], jobs: int, on_finished: Callable[[ArmRun], None]) -> None:
     """Runs arms in processes of their own, at most `jobs` at a time; raises as `run_arms`."""
     import torch
 
@@ -75,7 +75,7 @@ def run_processes(runs: Sequence[ArmRun], jobs: int, on_over: Callable[[ArmRun],
             for run, process in [each for each in running if not each[1].is_alive()]:
                 running.remove((run, process))
                 if process.exitcode == 0:
-                    on_over(run)
+                    on_finished(run)
                 elif not stopping:
                     failed.append(f"the arm {run.arm.name} ended with exit code {process.exitcode}")
     if failed:

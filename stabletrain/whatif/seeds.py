@@ -64,7 +64,7 @@ def with_other_seeds(
             facts[folder / arm.folder] = seed, known
     width = max(len(arm.name) for arm in arms)
 
-    def on_over(run: ArmRun) -> None:
+    def on_finished(run: ArmRun) -> None:
         seed, known = facts[run.folder]
         line = ending(read_outcome(run.arm, run.folder, known, stop))
         say(f"seed {seed}  {run.arm.name:<{width}}  {line}", flush=True)
@@ -72,7 +72,7 @@ def with_other_seeds(
     # An array has the arms of one folder, so there is one for each seed.
     groups = [*runs.values()] if slurm else [[run for each in runs.values() for run in each]]
     for group in groups:
-        run_arms(group, jobs, on_over, slurm)
+        run_arms(group, jobs, on_finished, slurm)
     return {
         seed: [read_outcome(run.arm, run.folder, facts[run.folder][1], stop) for run in each]
         for seed, each in runs.items()

@@ -240,6 +240,6 @@ def test_a_mistake_that_shows_again_is_filed_once_and_leaves_room_for_another(tm
             train(job)
     causes = [json.loads(file.read_text())["cause"] for file in tmp_path.glob("a/incidents/*/diagnosis.json")]
     assert len(causes) == len({*causes})
-    assert sum(job.forensics.handler.again.values()) >= 1
+    assert sum(job.forensics.handler.recurrences.values()) >= 1
     trained(tmp_path / "b", *MODELS["gpt"], "faults=label", "faults.at=[3,6,9]")
     assert len([*(tmp_path / "b" / "incidents").iterdir()]) == 3

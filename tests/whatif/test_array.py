@@ -53,7 +53,7 @@ class Queue:
         for (job, task), state in answer.items():
             if state == "COMPLETED" and (job, task) not in self.done:
                 self.done.add((job, task))
-                run_arm(read_arm_run(self.arrays[int(job) - 1] / str(task) / "leg.json")[0], live=False)
+                run_arm(read_arm_run(self.arrays[int(job) - 1] / str(task) / "arm_run.json")[0], live=False)
         return answer
 
     def script(self, folder, arms):
@@ -101,7 +101,7 @@ def test_the_tasks_of_an_array_compute_what_this_process_does(shared_run, tmp_pa
 def test_a_task_computes_with_the_threads_of_the_process_that_submits(shared_run, tmp_path, queue, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     ran(arm_runs_of(shared_run, tmp_path, arms=ARMS[:1]), queue, {}, all_tasks("COMPLETED", count=1))
-    run, threads = read_arm_run(tmp_path / "slurm" / "000" / "0" / "leg.json")
+    run, threads = read_arm_run(tmp_path / "slurm" / "000" / "0" / "arm_run.json")
     assert threads == 7
     monkeypatch.undo()
     used = []
@@ -205,7 +205,7 @@ def test_an_array_that_still_runs_is_found_and_only_other_arms_are_submitted(sha
     told = ran(runs, queue, two, two, all_tasks("COMPLETED", count=2) | {("2", 0): "COMPLETED"})
     assert sorted(told) == sorted(arm.name for arm in ARMS)
     assert "array    1 still runs 2 of the arms: waits for it\n" in capsys.readouterr().out
-    assert read_arm_run(queue.arrays[1] / "0" / "leg.json")[0] == runs[2]
+    assert read_arm_run(queue.arrays[1] / "0" / "arm_run.json")[0] == runs[2]
     assert len(queue.arrays) == 2
     assert not (queue.arrays[1] / "1").exists()
 

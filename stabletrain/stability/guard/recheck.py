@@ -1,7 +1,7 @@
 """Checks arithmetic by repeating it: every `recheck_every` steps, one gradient and the update of one tensor.
 
-A processor that computes wrongly now and then leaves no NaN (arXiv 2102.11245, 2605.04213). It shows if two results
-differ that should be equal:
+A processor that computes wrongly now and then leaves no NaN (arXiv 2102.11245, 2605.04213). Comparing two results
+that must be equal finds it:
 
 - the gradient of the step's first micro-batch, computed again from the same weights, buffers and random numbers;
 - the optimizer's update of one tensor, computed again on copies. The tensors take turns.
@@ -49,7 +49,7 @@ LEARNING_REPEATS = 8
 """Number of repetitions from which a limit is learnt."""
 
 LIMIT_FACTOR = 8.0
-"""The limit over the largest of the first differences."""
+"""Ratio of the limit to the largest of the first differences."""
 
 UPDATE_EPS = torch.finfo(torch.float32).eps
 """Precision of an update: the weights that are repeated have 32 bits or more, whatever the model computes in."""

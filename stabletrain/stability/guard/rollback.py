@@ -76,7 +76,7 @@ class RollbackGuard(SkipGuard):
             `max_rollbacks`.
         progress_after_step: a healthy state from after this step is progress.
         rolled_back_mistake: identifies the mistake that caused the last rollback without progress; 0 if unknown.
-        validation_rise_start: the last rollback for a rise of the validation loss was for a rise that began at this
+        validation_rise_start: the rise of the validation loss that caused the last such rollback began at this
             step; 0 for none.
         lr_reduction: start step, stop step (exclusive) and factor of the lowered learning rate.
         rollback_before: the next rollback must restore a state from before this step; None: the newest healthy state.
@@ -124,7 +124,7 @@ class RollbackGuard(SkipGuard):
         if verdict is Verdict.APPLY and (back := self._judge_slow_spikes()) is not Verdict.APPLY:
             return back
         # The step was applied, and the run is out of trouble: states that are old enough become healthy. While a slow
-        # spike is suspected none does, or newer states would push out those from before it.
+        # spike is suspected, none does: newer states would replace those from before the spike.
         if verdict is Verdict.APPLY and self.healthy and not self.slow_spikes.suspects:
             promoted = self.states.promote(reading.step)
             if self.states.pinned is not None and any(step >= self.states.pinned + self.window for step in promoted):
@@ -137,7 +137,7 @@ class RollbackGuard(SkipGuard):
             return verdict
         if self.trouble < self.patience:
             return Verdict.SKIP
-        # So many skipped batches in a row: not the data are bad, but the weights that they meet.
+        # After so many skips the weights are at fault, not the data.
         return self._roll_back_or_halt(f"skipping has not ended it (guard.patience={self.patience})")
 
     def judge_validation(self, step: int, loss: float) -> Verdict:
@@ -215,7 +215,7 @@ class RollbackGuard(SkipGuard):
             return ""
         limit = f"guard.max_rollbacks={self.max_rollbacks}"
         if not self.max_rollbacks:
-            return f"; {limit} puts no state back"
+            return f"; {limit} restores no state"
         return f", {limit} times without progress: resume on another machine, and test this one"
 
     def reset_for_new_settings(self, loss: float | None) -> None:

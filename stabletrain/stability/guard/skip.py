@@ -43,8 +43,8 @@ class NoGuard:
         machine_faults, retried_step: always 0.
         faulty_rank: always -1.
         consecutive: always 0.
-        escalate: what happens after a halt: here always `halt`, which is nothing.
-        states, state_check, update_check, recheck: the parts that a guard is composed of; here none does anything.
+        escalate: what happens after a halt: always `halt`, the run ends.
+        states, state_check, update_check, recheck: the parts that a guard is composed of; here all do nothing.
     """
 
     skips: dict[str, int] = field(default_factory=lambda: {"overflow": 0})
@@ -110,7 +110,7 @@ class NoGuard:
         return otherwise or Verdict.APPLY
 
     def note_mistake(self, incident: Any) -> None:
-        """Does nothing: this guard rolls back for nothing that could happen again."""
+        """Does nothing: this guard never rolls back."""
         del incident
 
     def trouble_at_end(self) -> str | None:
@@ -180,7 +180,7 @@ class SkipGuard(NoGuard):
         slow: what happens after a slow spike (`slow.py`): `off`, `alarm`, or with a `RollbackGuard` `rollback`.
         slow_rate: false alarms of slow spikes in 100,000 clean steps for which their threshold is chosen.
         escalate: what happens after a halt: `halt`, or `whatif`, which tries fixes and goes on (`whatif/healing.py`).
-            With `whatif` the run halts for that if it has diverged, too (`divergence.py`).
+            With `whatif`, the run also halts if it has diverged (`divergence.py`).
         whatif_steps: number of steps that the fixes may train, together and in the whole run.
         skips: number of skipped steps by kind.
         consecutive: consecutive skipped steps up to now.
@@ -294,7 +294,7 @@ class SkipGuard(NoGuard):
         if self.recheck.differing_part(reading):  # the update was applied; the caller finds out whether it is a fault
             self.kind, self.reason = "recheck", UPDATE_DIFFERS
             return Verdict.APPLY
-        # Last, the faults that no single step shows.
+        # Last, look for faults that show only over many steps.
         self._alarms += self.slow_spikes.add(reading)
         found = self.divergence.add(reading.step, reading.loss)
         if found is None:
@@ -355,7 +355,7 @@ class SkipGuard(NoGuard):
         return found
 
     def reset_for_new_settings(self, loss: float | None) -> None:
-        """Adapts to the other settings with which the run is resumed: they get the whole patience.
+        """Adapts to the other settings with which the run is resumed: skips from before no longer count.
 
         Args:
             loss: of the first batch under the other settings; None if unknown. If it is above the limit, all limits are
@@ -392,7 +392,7 @@ class SkipGuard(NoGuard):
             if otherwise is not None:
                 return otherwise
             self.reason = f"{why}: again, after that state was put back and verified, so the memory is not at fault"
-            self.reason += "; is it code of yours that writes them? guard.checksum_every=0 allows that"
+            self.reason += "; fix: guard.checksum_every=0 if your own code changes them on purpose"
             return Verdict.HALT
         # No state to go back to, or the budget is used up.
         if refused := self._why_no_retry(damaged):
