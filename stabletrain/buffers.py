@@ -128,8 +128,8 @@ class SavedBuffers:
             buffers: the buffers that get the values; by default those that were copied.
         """
         buffers = buffers or self.buffers
+        buffers.put_back()  # also without tensors: the forward pass may have set a buffer that was None
         if buffers.tensors:
-            buffers.put_back()
             buffers.restore_(self, torch.zeros((), dtype=torch.bool, device=buffers.tensors[0].device))
 
     def tensors(self) -> list[Tensor]:

@@ -128,3 +128,12 @@ def test_a_model_without_buffers_has_nothing_to_restore():
     buffers = buffers_of(nn.Linear(2, 2))
     assert buffers.save().tensors() == buffers.judged == []
     buffers.restore_(buffers.save(), CLOSED)
+
+
+def test_a_buffer_that_was_none_is_none_again():
+    model = nn.Module()
+    model.register_buffer("mean", None)
+    saved = buffers_of(model).save()
+    model.mean = torch.full((2,), torch.nan)
+    saved.put_back()
+    assert model.mean is None

@@ -302,7 +302,7 @@ def fitting(run: Composed, key: str) -> str:
 PLACEHOLDERS: dict[str, Callable[[Composed, str], Any]] = {
     "key": lambda run, key: key,
     "override": lambda run, key: f"{key}={show(run[key])}",
-    "typed": lambda run, key: next(run.overrides_of(key)),
+    "typed": lambda run, key: [*(each for each in run.typed if key_of(each) == key), *run.overrides_of(key)][0],
     "option": lambda run, key: run.typed_value(key).strip("[ ]"),
     "chosen": chosen,
     "instead": instead,

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.attached_guard import AttachedGuard
-from stabletrain.guarded.loop_guard import LoopGuard, guard_of, restore_buffers
+from stabletrain.guarded.loop_guard import LoopGuard, guard_of
 from stabletrain.guarded.micro_batch import MicroBatch, in_new_containers, loss_of, versions
 from stabletrain.guarded.options import GuardOptions
 from stabletrain.guarded.repeat import repeat
@@ -178,7 +178,7 @@ class Guard(LoopGuard):
             self._scaling.scale(loss).backward()
         except BaseException:
             self._begun = None  # the step is given up; the next one starts from the beginning
-            restore_buffers(begun.buffers, self._device)  # such as the statistics of a batch norm
+            begun.buffers.put_back()  # such as the statistics of a batch norm
             raise
         begun.micro_batches.append(micro_batch)
         begun.losses.append(loss.detach())

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.buffers import SavedBuffers, buffers_of
+from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
@@ -295,7 +295,7 @@ class LoopGuard:
     def _withhold(self, begun: BegunStep, reading: Reading, verdict: Verdict) -> Verdict:
         """Restores the buffers, lowers the loss scale after an overflow, and explains the step; returns the verdict."""
         # A withheld step changes nothing: weights and moments are untouched, and the forward pass wrote only buffers.
-        restore_buffers(begun.buffers, self._device)
+        begun.buffers.put_back()
         if not reading.bad_update:  # that one was applied, and undone together with the loss scale
             self._scaling.update(self._optimizer, False, reading.overflow)
         policy = self._policy
@@ -407,7 +407,7 @@ class LoopGuard:
         self._incidents.note(f"step {self._shown_step}: taken again, with the same batch and learning rate")
         if reading.bad_update:
             if begun.after_forward is not None:
-                restore_buffers(begun.after_forward, self._device)
+                begun.after_forward.put_back()
             self._scaling.unscaled_again(self._optimizer)
             again = reading._replace(applied=True, bad_update=False)
         else:
@@ -420,7 +420,7 @@ class LoopGuard:
     def _run_again(self, begun: BegunStep) -> Tensor:
         """Runs the closures of a step from where it began; returns the sums of the gradients' bits."""
         begun.losses = []
-        restore_buffers(begun.buffers, self._device)
+        begun.buffers.put_back()
         begun.generators.set()
         self._optimizer.zero_grad(set_to_none=True)
         for micro_batch in begun.micro_batches:
@@ -549,9 +549,3 @@ def guard_of(optimizer: Optimizer) -> LoopGuard | None:
     """Returns the newest guard of an optimizer; None if it has none."""
     newest = _GUARDS.get(optimizer)
     return None if newest is None else newest()
-
-
-def restore_buffers(saved: SavedBuffers, device: torch.device) -> None:
-    """Gives the buffers the values that were saved."""
-    saved.buffers.put_back()  # the forward pass may have replaced them by other tensors
-    saved.buffers.restore_(saved, torch.zeros((), dtype=torch.bool, device=device))

@@ -22,7 +22,6 @@ from stabletrain.monitors.probe import (
     Loss,
     Metrics,
     Probe,
-    low_precision,
     measure_forward,
     measure_gradients,
     measure_hessian,
@@ -111,7 +110,7 @@ class Monitors(NoMonitors):
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss) -> None:
         """Runs the first half of an inspection."""
         del optimizer
-        self._probe = probe = Probe(low_precision(precision, batch.targets.device.type))
+        self._probe = probe = Probe()
         probe.attempt("the activations", lambda: measure_forward(model, batch, precision, objective))
         self._gradients = probe.attempt("the gradients", lambda: measure_gradients(model))
         searches = self.margin_every > 0 and self._inspections % self.margin_every == 0

@@ -64,11 +64,13 @@ class Part:
         metrics: by full name.
         sizes: what the alarms compare.
         blocks: the model's blocks in the order of the forward pass; empty if this part does not know them.
+        low_precision: `fp16` or `fp8` if the forward pass runs in it; empty if not, or if this part does not know.
     """
 
     metrics: Metrics
     sizes: Sizes = field(default_factory=dict)
     blocks: Sequence[str] = ()
+    low_precision: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def measure_forward(model: nn.Module, batch: Batch, precision: Forward, objectiv
         **over_all("attn_logit_max", np.max, found.get("attn_logit_max", {})),
         **dict(zip(("monitors/log_z_mean", "monitors/log_z_max"), z, strict=False)),
     }
-    return Part(metrics, found, [*found.get("activation_rms", {})])
+    return Part(metrics, found, [*found.get("activation_rms", {})], low_precision(precision, batch.targets.device.type))
 
 
 @torch.no_grad()
@@ -228,20 +230,17 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 class Probe:
     """One inspection of one step: collects its parts, and judges them together.
 
-    Args:
-        low_precision: see there.
-
     Attributes:
         metrics: metrics measured so far, by name.
         failure: why some metrics are missing, in one line; None if none are.
     """
 
-    def __init__(self, low_precision: str = "") -> None:
+    def __init__(self) -> None:
         self.metrics: Metrics = {}
         self.failure: str | None = None
         self._sizes: Sizes = {}
         self._blocks: Sequence[str] = ()
-        self._low_precision = low_precision
+        self._low_precision = ""
 
     def attempt(self, what: str, measure: Callable[[], AnyPart]) -> AnyPart | None:
         """Measures a part and returns it; if that fails, records why and returns None."""
@@ -256,6 +255,7 @@ class Probe:
         self.metrics |= part.metrics
         self._sizes |= part.sizes
         self._blocks = self._blocks or part.blocks
+        self._low_precision = self._low_precision or part.low_precision
         return part
 
     def signs(self, applied: bool) -> dict[str, str | None]:

@@ -60,7 +60,7 @@ def wait_or_lose_rank(event: Any, ranks: Ranks, sigterm_arrived: Callable[[], bo
     Args:
         event: a `torch.cuda.Event`.
         ranks: this process among those of the run.
-        told_to_end: whether SIGTERM has arrived.
+        sigterm_arrived: whether SIGTERM has arrived.
 
     Raises:
         RankLost: another rank has ended. Or SIGTERM has arrived and this rank is about to be killed: it may have lost

@@ -13,6 +13,7 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +65,15 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
     recheck, tracker = run.tools.guard.recheck, run.tracker
     part, device = recheck.differing_part(reading), run.device
 
-    def third(compared: Compared) -> str:
+    def gradient_again(compared: Compared) -> Tensor:
         tools = replace(run.tools, precision=with_loss_scale(run.tools.precision, reading.loss_scale))
         micro_batches = executed.micro_batches(device, run.plan.grad_accum_steps)
-        return third_equals(run.state.model, tools, executed.saved_buffers, micro_batches, compared)
+        return third_gradient(run.state.model, tools, executed.saved_buffers, micro_batches, compared)
+
+    def third(compared: Compared) -> str:
+        if compared.again is None and compiled_shape(run.state.model) is not None:
+            return ""  # a copy is not compiled, so it computes other bits
+        return third_equals(compared.again or partial(gradient_again, compared), compared)
 
     place = f"device {device} ({hardware.name(device)}), host {platform.node()}, rank {run.parallel.ranks.rank}"
     finding = collect_finding(recheck, part, place, third)
@@ -133,14 +139,10 @@ def collect_finding(recheck: NoRecheck, part: str, place: str, third: Callable[[
     return Finding(part, bool(exceeding), [each[:2] for each in exceeding], equal, agreed, allowed, place)
 
 
-def third_equals(
-    model: nn.Module, tools: Tools, buffers: SavedBuffers, batches: Sequence[Batch], compared: Compared
-) -> str:
+def third_equals(compute_again: Callable[[], Tensor], compared: Compared) -> str:
     """Computes a third time; returns which result that equals, as in `Finding`."""
-    if compared.again is None and compiled_shape(model) is not None:
-        return ""  # a copy is not compiled, so it computes other bits
     try:
-        third = compared.again() if compared.again else third_gradient(model, tools, buffers, batches, compared)
+        third = compute_again()
     except Exception:  # a user's model may raise anything, and the two results are known
         return ""
     if torch.equal(third, compared.first):

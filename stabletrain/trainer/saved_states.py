@@ -202,7 +202,15 @@ class SavedStates:
 
     def _resume_from(self, found: Checkpoint) -> None:
         tree = found.load(sharded_tensors(self.state))
-        restore(self._resumption.resume(found, tree), self.state, self.parts)
+        try:
+            restore(self._resumption.resume(found, tree), self.state, self.parts)
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:  # another version wrote it
+            raise UnusableCheckpoint(f"{found.path}: its state has another form ({error!r})") from error
 
     def _resume_from_preferred(self) -> Checkpoint | None:
         """Restores the preferred checkpoint that can be used; returns it, or None if there is none.

@@ -1,6 +1,7 @@
 """Any damage to a checkpoint is detected, the one before it is used, and one line names the file and the reason."""
 
 import errno
+import functools
 import json
 import os
 import pickle
@@ -422,16 +423,18 @@ SEEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half-renamed": (lambda c: c.rename(c.with_name(".step-00000006.tmp-1")), ""),
     "pickle": (lambda c: (c / "state.json").write_bytes(pickle.dumps([1] * 999)), "state.json has"),
     "other-version": (
-        lambda c: without_guard_state(c),
+        lambda c: without(c, "parts", "guard"),
         "the checkpoint has no state of 'guard': another version of stabletrain wrote it",
     ),
+    "other-form": (lambda c: without(c, "skipped"), "its state has another form (KeyError('skipped'))"),
 }
 
 
-def without_guard_state(checkpoint: Path) -> None:
-    """Makes the checkpoint one of another version, which saved no state of the guard."""
+def without(checkpoint: Path, *place: str) -> None:
+    """Makes the checkpoint one of another version, which did not save what lies at a place of its state."""
     skeleton = json.loads((checkpoint / "state.json").read_text())
-    del skeleton["training"]["parts"]["guard"]
+    *above, name = "training", *place
+    del functools.reduce(dict.__getitem__, above, skeleton)[name]
     forge(checkpoint, {"state.json": json.dumps(skeleton).encode()})
 
 
@@ -479,7 +482,7 @@ def test_another_models_checkpoint_in_the_folder_is_passed_over(tmp_path, traine
 def test_a_run_none_of_whose_states_can_be_restored_does_not_begin_anew(tmp_path, trained):
     shutil.copytree(trained, tmp_path / "run")
     for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
-        without_guard_state(checkpoint)
+        without(checkpoint, "parts", "guard")
     done = command(*TINY_GPT, *CHOSEN, "resume=auto", cwd=tmp_path)
     assert done.returncode == 2
     assert "stabletrain: no checkpoint of this run can be restored (" in done.stderr

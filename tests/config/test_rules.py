@@ -33,6 +33,7 @@ EXAMPLES = {
     "optimizer.lr=fast": "optimizer.lr=fast is not a number; fix: optimizer.lr=0.003, the default",
     "wandb.tags=[[0]]": "wandb.tags=[[0]] is not a list of strings; fix: wandb.tags=[], the default",
     "model=[gpt_nano]": "model=[gpt_nano]: a run has one option of model; fix: model=gpt_nano",
+    "data.seed=1 data={}": "data={} changes nothing; fix: name an option of data, or set its keys one by one",
     "model={}": "model={} changes nothing; fix: name an option of model, or set its keys one by one",
     "eval_every=9223372036854775808": "eval_every=9223372036854775808 is outside of [-9223372036854775807, "
     "9223372036854775807], the whole numbers of 64 bits; fix: eval_every=500, the default",

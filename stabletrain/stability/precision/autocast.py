@@ -9,6 +9,7 @@ An fp32 module keeps its parameters, hooks and names, and can be copied and comp
 """
 
 import contextlib
+import copy
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,8 +46,13 @@ def widen(value: Any) -> Any:
     match value:
         case Tensor():
             return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        case dict() if type(value) is dict:
+            return {key: widen(each) for key, each in value.items()}
         case dict():
-            return type(value)({key: widen(each) for key, each in value.items()})
+            widened = copy.copy(value)  # keeps the class: a `defaultdict` cannot be made of a dict
+            for key, each in value.items():
+                widened[key] = widen(each)
+            return widened
         case tuple() if hasattr(value, "_fields"):
             return type(value)(*map(widen, value))
         case tuple() | list():
