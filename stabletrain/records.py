@@ -75,7 +75,11 @@ class Batch:
         """
         leaves = self.targets.device.type == "cpu" and device.type != "cpu"
         counted = self.count_targets() if leaves and self.counted is None else self.counted
-        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True), counted=counted)
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in (self.inputs, self.targets))
+        transform = self.transform
+        if transform is not None:
+            transform = replace(transform, each=transform.each.to(device, non_blocking=True))
+        return replace(self, inputs=inputs, targets=targets, counted=counted, transform=transform)
 
     def transformed(self) -> Batch:
         """Applies the transform, if there is one, on the device that holds the inputs."""
@@ -101,7 +105,10 @@ class Batch:
         """Copies the batch to pinned memory; a batch that is on a card already is returned as it is."""
         if self.inputs.is_cuda:
             return self
-        return self._mapped(Tensor.pin_memory)
+        transform = self.transform
+        if transform is not None:
+            transform = replace(transform, each=transform.each.pin_memory())
+        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory(), transform=transform)
 
     def split(self, parts: int) -> list[Batch]:
         """Splits the batch into `parts` micro-batches of equal size, in order.
@@ -117,15 +124,15 @@ class Batch:
 
     def rows(self, rows: slice) -> Batch:
         """Selects samples."""
-        ids = None if self.ids is None else self.ids[rows]
-        sources = None if self.sources is None else self.sources[rows]
-        return self._mapped(lambda tensor: tensor[rows], ids=ids, sources=sources)
-
-    def _mapped(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Batch:
-        """Applies a function to each of `tensors`, and makes further changes."""
-        transform = self.transform and replace(self.transform, each=function(self.transform.each))
-        inputs, targets = function(self.inputs), function(self.targets)
-        return replace(self, inputs=inputs, targets=targets, transform=transform, **changes)
+        return Batch(
+            self.inputs[rows],
+            self.targets[rows],
+            None if self.ids is None else self.ids[rows],
+            None if self.sources is None else self.sources[rows],
+            self.counted,
+            None if self.transform is None else replace(self.transform, each=self.transform.each[rows]),
+            self.share,
+        )
 
     def shard(self, rows: slice) -> Batch:
         """Selects one rank's samples of a whole batch, marked with the whole batch's number of valid targets."""
