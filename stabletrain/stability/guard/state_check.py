@@ -159,7 +159,7 @@ class StateCheck(NoStateCheck):
 
     def holds(self, state: TrainState) -> bool:
         """Returns whether the state is unchanged since the last update; waits for the device."""
-        return not self.before_update(state, buffers_of(state.model).save())
+        return bool(self.before_update(state, buffers_of(state.model).save()) == 0)
 
     def reference(self, state: TrainState) -> Sums:
         """Returns the checksums that a copy of this state must have; those from after the last update, if known."""
