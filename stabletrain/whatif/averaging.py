@@ -28,6 +28,10 @@ EARLIER_STATES = "before"
 """In the folder of a what-if: states that were saved while the start was computed again."""
 
 
+class MissingState(ConfigError):
+    """A state of the mean cannot be read, so the arm does not apply after all."""
+
+
 def averaged_steps(base: BaseRun, step: int, tick: int, computed_from: int) -> tuple[int, ...]:
     """Returns the steps of the states that are averaged, oldest first; the last one is the start.
 
@@ -87,14 +91,14 @@ def states_at(steps: Sequence[int], base: BaseRun, start: Checkpoint, folder: Pa
         folder: of the what-if.
 
     Raises:
-        ConfigError: one of them cannot be read, or was not healthy when it was computed again.
+        MissingState: one of them cannot be read, or was not healthy when it was computed again.
     """
     computed = [each for each in Folder(folder / EARLIER_STATES, tell=lambda line: None).known() if each.healthy]
     kept = kept_before(base.run, start.step, executed_steps(start) or start.step)
     found = {each.step: each for each in (*islice(kept, MAX_STATES), *computed)} | {start.step: start}
     for step in steps:
         if step not in found:
-            raise ConfigError(
+            raise MissingState(
                 f"the state after step {step} is not in {base.run / 'checkpoints'}, or was not healthy; fix: leave "
                 "this arm out"
             )
@@ -105,12 +109,12 @@ def mean_weights(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Returns the mean of `state_dict`s, computed in float64; integers are those of the last.
 
     Raises:
-        ConfigError: they are not of the same model.
+        MissingState: they are not of the same model.
     """
     newest = models[-1]
     first, *others = ({name: each.shape for name, each in model.items()} for model in models)
     if any(shapes != first for shapes in others):
-        raise ConfigError("the states are not of the same model; fix: leave this arm out")
+        raise MissingState("the states are not of the same model; fix: leave this arm out")
     return {
         name: sum((model[name].double() for model in models), torch.zeros_like(last, dtype=torch.float64))
         .div(len(models))

@@ -25,6 +25,7 @@ from stabletrain.tracking.metrics import replace
 from stabletrain.whatif.arm_run import ArmRun
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.array import ArmArray
+from stabletrain.whatif.averaging import MissingState
 from stabletrain.whatif.opening import seeds_text
 from stabletrain.whatif.outcome import Outcome, StartFacts, read_outcome, start_facts
 from stabletrain.whatif.plan import MIN_BATCHES, Plan
@@ -134,7 +135,7 @@ class WhatIf:
                 return
             try:
                 self.starts[arm.name] = start_of(arm, start, plan.trouble, plan.base, plan.folder).path
-            except ConfigError as error:  # a state that it needs cannot be read
+            except MissingState as error:
                 self.unusable.append(dataclasses.replace(arm, refused=str(error)))
                 self.tell(f"{arm.name} does not apply: {error}")
             else:
