@@ -288,7 +288,7 @@ PLUGINS = {
         ('"bad_data"',),
     ),
     "plug-in, interrupted and resumed": Case(
-        [train(f"{OWN} model.stops_at=12", 75), train("resume=run model.stops_at=null")], ('"preempt"', '"resume"')
+        [train(f"{OWN} model.stops_at=12", 75), train("resume=run")], ('"preempt"', '"resume"')
     ),
     "plug-in, a broken contract": one(train(f"{OWN} data.broken=true", 2)),
     "plug-in, an error of its own": one(train(f"{OWN} model.raises_at=5", 1), "too sad"),

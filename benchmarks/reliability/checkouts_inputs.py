@@ -10,6 +10,7 @@ WORDS = ["a", "model", "that", "reads", "the", "bytes", "of", "text", "learns", 
 PLUGIN = {
     "mine.py": '''
 import os
+import pathlib
 import signal
 
 import torch
@@ -20,7 +21,7 @@ from stabletrain.stability.clipping import NoClip
 
 
 class Model(nn.Module):
-    """Two layers; stops its own process, or raises, at a training pass."""
+    """Two layers; stops its own process once, or raises, at a training pass."""
 
     def __init__(self, width, stops_at=None, raises_at=None):
         super().__init__()
@@ -29,9 +30,11 @@ class Model(nn.Module):
 
     def forward(self, inputs):
         self.passes += self.training
-        if self.training and self.passes == self.stops_at:
+        stopped = pathlib.Path("stopped")
+        if self.training and self.passes == self.stops_at and not stopped.exists():
+            stopped.touch()
             os.kill(os.getpid(), signal.SIGTERM)
-        if self.training and self.passes == self.raises_at:
+        if self.training and self.raises_at and self.passes >= self.raises_at:  # monitors pass over an error
             raise ValueError("the batch is too sad")
         return self.net(inputs)
 
