@@ -186,14 +186,14 @@ class Start:
     def step(self, fault: Poison | StepFault | None = None) -> Reading:
         """Executes the next step, with a fault if it is planned for this step."""
         state, tools = self.job.state, self.job.tools
-        batch, removable = self.job.data.load(state.step), []
+        batch, undo = self.job.data.load(state.step), []
         if isinstance(fault, Poison) and fault.happens_here(state.step):
             batch = fault.corrupt(batch, state.step, SimpleNamespace(num_classes=CLASSES[self.model]))
         elif isinstance(fault, StepFault) and fault.happens_here(state.step):
-            removable = fault.inject(state, tools.precision)
+            undo = fault.inject(state, tools.precision)
         reading = train_step(state, batch.to(self.job.device).split(1), tools)
-        for each in removable:
-            each.remove()
+        for each in undo:
+            each()
         return reading
 
     def with_faults(self) -> dict[str, list[list[float]]]:

@@ -30,9 +30,9 @@ class Never:
 class Stuck(step.InFlight):
     """A reading that never arrives from step `STEP` on."""
 
-    def __init__(self, number, *arguments, **options):
-        super().__init__(number, *arguments, **options)
-        if number >= STEP:
+    def __init__(self, numbers, *arguments, **options):
+        super().__init__(numbers, *arguments, **options)
+        if numbers.step >= STEP:
             self._arrived = Never()
             if current_ranks().rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -20,6 +20,7 @@ from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.whatif import driver, healing
 from stabletrain.whatif.arms import Arm
+from stabletrain.whatif.averaging import MissingState
 from stabletrain.whatif.base import BaseRun
 from stabletrain.whatif.budget import FROM_0, BudgetedWhatIf
 from stabletrain.whatif.halts import Halt, HaltHistory, Healing, read_halt_history
@@ -229,7 +230,7 @@ def startable(what_if, monkeypatch, missing=()):
 
     def start_of(arm, *given):
         if arm.name in missing:
-            raise ConfigError(f"{arm.name} needs a state that is gone")
+            raise MissingState(f"{arm.name} needs a state that is gone")
         return SimpleNamespace(path=Path(arm.name))
 
     monkeypatch.setattr(driver, "start_of", start_of)
