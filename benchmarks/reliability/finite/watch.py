@@ -75,7 +75,7 @@ class Unconfirmed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._recheck, name)
 
-    def wrong(self, reading: Reading) -> str:
+    def differing_part(self, reading: Reading) -> str:
         """Returns that the step is right."""
         return ""
 
