@@ -101,6 +101,12 @@ class Batch:
         """Returns the number of valid targets; waits for the device if they are on one."""
         return self.targets.numel() if self.targets.is_floating_point() else int((self.targets != IGNORE_INDEX).sum())
 
+    def n_valid(self) -> Tensor:
+        """Returns the number of valid targets, at least 1, 0-d on their device; does not wait for it."""
+        if self.targets.is_floating_point():
+            return torch.full((), max(self.targets.numel(), 1), device=self.targets.device)
+        return (self.targets != IGNORE_INDEX).sum().clamp(min=1)
+
     def pin_memory(self) -> Batch:
         """Copies the batch to pinned memory; a batch that is on a card already is returned as it is."""
         if self.inputs.is_cuda:

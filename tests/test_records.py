@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms, TrainState, Transform
 from tests.devices import CARD
@@ -162,3 +163,13 @@ def test_a_transform_gives_the_same_bits_on_a_card():
     card = torch.device("cuda")
     assert torch.equal(batch.pin_memory().to(card).inputs.cpu(), batch.transformed().inputs)
     assert torch.equal(batch.pin_memory().transform.each, chosen)
+
+
+def test_valid_targets_are_counted_on_the_device_as_on_the_host():
+    ids = torch.tensor([[1, IGNORE_INDEX], [2, 3]])
+    for targets in (ids, torch.full((2, 2), IGNORE_INDEX), torch.rand(3)):
+        batch = Batch(torch.zeros(len(targets), 2), targets)
+        assert batch.n_valid().shape == ()
+        assert batch.n_valid().item() == max(batch.count_targets(), 1)
+    with FakeTensorMode():  # reading a value of a fake tensor fails
+        Batch(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.int64)).n_valid()

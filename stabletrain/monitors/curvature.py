@@ -60,5 +60,4 @@ def of_loss(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         part = batch.rows(slice(0, samples)).of_step(1.0)
         outputs = isolated_forward(model, part.inputs, leaves)
-        n_valid = torch.full((), max(part.count_targets(), 1), device=part.targets.device)
-        return top_eigenvalue(loss(outputs, part, n_valid).total, list(leaves.values()), iterations, generator)
+        return top_eigenvalue(loss(outputs, part, part.n_valid()).total, list(leaves.values()), iterations, generator)

@@ -66,7 +66,7 @@ def along_update(
     start = {name: p.float() for name, p in before.items()}
     update = {name: p.detach().float() - start[name] for name, p in model.named_parameters() if name in start}
     part = batch.rows(slice(0, SAMPLES)).of_step(1.0)
-    n_valid = torch.full((), max(part.count_targets(), 1), device=device)
+    n_valid = part.n_valid()
 
     def loss_at(factor: float) -> float:
         weights = {name: torch.add(start[name], update[name], alpha=factor) for name in start}
