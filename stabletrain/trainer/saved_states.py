@@ -204,12 +204,7 @@ class SavedStates:
         tree = found.load(sharded_tensors(self.state))
         try:
             restore(self._resumption.resume(found, tree), self.state, self.parts)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:  # another version wrote it
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # written by another version
             raise UnusableCheckpoint(f"{found.path}: its state has another form ({error!r})") from error
 
     def _resume_from_preferred(self) -> Checkpoint | None:
