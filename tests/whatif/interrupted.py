@@ -17,30 +17,33 @@ from hydra.core.hydra_config import HydraConfig
 
 from stabletrain.cli.train import train_command
 from stabletrain.parallel.ranks import current_ranks, exit_process
-from stabletrain.trainer import loop, rollback
-from stabletrain.whatif import arm_run, budget, driver, healing
+from stabletrain.trainer import loop
+from stabletrain.trainer.saved_states import SavedStates
+from stabletrain.whatif import driver, healing
+from stabletrain.whatif.arm_run import ReachedStep
+from stabletrain.whatif.budget import BudgetedWhatIf
 
-MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "halt": (rollback.Rollback, "save_last_healthy", lambda *given: True),  # the event is written
-    "arm": (arm_run.ReachedStep, "__call__", lambda reached, run: True),  # after a step of an arm
-    "stop": (arm_run.ReachedStep, "__call__", lambda reached, run: run.state.step == reached.stop),  # its last one
-    "second": (arm_run.ReachedStep, "__call__", lambda reached, run: reached.stop == run.plan.steps),
-    "validation": (loop, "validate", lambda run: "/whatif/" in HydraConfig.get().runtime.output_dir),
-    "cost": (budget.BudgetedWhatIf, "_cost", lambda *given: True),  # an arm is over
-    "ranking": (driver, "ranked", lambda *given: True),
-    "going_on": (driver, "recorded_finalists", lambda *given: True),
-    "winner": (healing, "winner_of", lambda *given: True),  # all arms are over
-    "install": (healing, "install", lambda *given: True),  # `healing.json` is written
-    "heal": (healing.Healer, "_announce", lambda *given: True),  # the checkpoint is written
-    "drop": (healing, "drop_states", lambda *given: True),  # the event is written
+MOMENTS: dict[str, tuple[Any, Callable[..., Any], Callable[..., bool]]] = {
+    "halt": (SavedStates, SavedStates.save_last_healthy, lambda *given: True),  # the event is written
+    "arm": (ReachedStep, ReachedStep.__call__, lambda reached, run: True),  # after a step of an arm
+    "stop": (ReachedStep, ReachedStep.__call__, lambda reached, run: run.state.step == reached.stop),  # its last one
+    "second": (ReachedStep, ReachedStep.__call__, lambda reached, run: reached.stop == run.plan.steps),
+    "validation": (loop, loop.validate, lambda run: "/whatif/" in HydraConfig.get().runtime.output_dir),
+    "cost": (BudgetedWhatIf, BudgetedWhatIf._cost, lambda *given: True),  # an arm is over
+    "ranking": (driver, driver.ranked, lambda *given: True),
+    "going_on": (driver, driver.recorded_finalists, lambda *given: True),
+    "winner": (healing, healing.winner_of, lambda *given: True),  # all arms are over
+    "install": (healing, healing.install, lambda *given: True),  # `healing.json` is written
+    "heal": (healing.Healer, healing.Healer._announce, lambda *given: True),  # the checkpoint is written
+    "drop": (healing, healing.drop_states, lambda *given: True),  # the event is written
 }
-"""By name: the function before whose call the signal arrives, and the calls that count."""
+"""By name: a class or module, its function before whose call the signal arrives, and the calls that count."""
 
 
 def interrupt(number: int, name: str, count: int) -> None:
     """Sends this process a signal just before the `count`-th call of a moment."""
-    place, function, counts = MOMENTS[name]
-    call, calls = getattr(place, function), [0]
+    place, call, counts = MOMENTS[name]
+    calls = [0]
 
     def calling(*given: Any, **named: Any) -> Any:
         if counts(*given):
@@ -51,7 +54,7 @@ def interrupt(number: int, name: str, count: int) -> None:
                 time.sleep(0)  # a handler runs now
         return call(*given, **named)
 
-    setattr(place, function, calling)
+    setattr(place, call.__name__, calling)
 
 
 if __name__ == "__main__":

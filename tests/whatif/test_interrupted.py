@@ -9,6 +9,7 @@ import pytest
 from benchmarks.reliability.ends import everything, metrics
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import ROOT, command, python
+from tests.whatif import interrupted
 from tests.whatif.test_healing import HALTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -42,7 +43,7 @@ MOMENTS += [("SIGKILL", "heal:1"), ("SIGKILL", "stop:2"), ("SIGTERM", "cost:3")]
 
 @pytest.mark.parametrize(("sent", "moment"), MOMENTS)
 def test_a_healing_run_that_is_interrupted_comes_to_the_same_end(whole, tmp_path, sent, moment):
-    words = ["-m", "tests.whatif.interrupted", sent, moment, "all", *RUN]
+    words = ["-m", interrupted.__name__, sent, moment, "all", *RUN]
     cut = python(*words, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert cut.returncode == (75 if sent == "SIGTERM" else -signal.SIGKILL), cut.stderr
     status = json.loads((tmp_path / "run" / "run.json").read_text())["status"]
@@ -55,7 +56,7 @@ def test_a_healing_run_that_is_interrupted_comes_to_the_same_end(whole, tmp_path
 
 
 def test_another_setting_that_is_typed_after_a_halt_takes_the_place_of_the_fixes(tmp_path):
-    words = ["-m", "tests.whatif.interrupted", "SIGKILL", "halt:1", "all", *RUN]
+    words = ["-m", interrupted.__name__, "SIGKILL", "halt:1", "all", *RUN]
     cut = python(*words, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert cut.returncode == -signal.SIGKILL, cut.stderr
     done = command(*RUN, "resume=auto", "optimizer.lr=0.003", cwd=tmp_path)
