@@ -5,7 +5,7 @@
 Each round runs one whole step with the check before every update, and times its two halves: the checksums after an
 update, and the comparison before the next. `own` is their time over that of the rest of the step; `every` is the
 smallest `guard.checksum_every` with which that is at most 0.5 %, beside the default. `FLOPs/byte` is the constant
-`FLOPS_PER_BYTE` of `stability/guard/state_check.py` as measured: FLOPs of the step per second, over bytes of weights
+`FLOPS_PER_BYTE` of `guard/checks/state_check.py` as measured: FLOPs of the step per second, over bytes of weights
 and moments that are summed per second. The last line is the estimate for an H100, from bytes over bandwidth.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 from jobs import SIZES, Rounds, built
 from measuring import Clock, command_line, head, machine, modes, row, save, silence
 
+from stabletrain.guard.checks.state_check import FLOPS_PER_BYTE, SHARE, default_every, plain
 from stabletrain.machine import hardware
 from stabletrain.machine.hardware import flops_per_sample
-from stabletrain.stability.guard.state_check import FLOPS_PER_BYTE, SHARE, default_every, plain
 
 H100 = {"bytes per second": 3.35e12, "FLOP/s": 4e14}
 """Memory bandwidth (datasheet), and what a well-tuned bf16 run of GPT-2's size reaches."""

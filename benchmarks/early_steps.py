@@ -38,8 +38,8 @@ from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.faults.in_data import Poison
 from stabletrain.faults.in_step import Gradient, LearningRate, StepFault, Undo
+from stabletrain.guard.policy.limits import INPUTS, LOSS, NORM, Limit
 from stabletrain.records import Batch, Reading, TrainState
-from stabletrain.stability.guard.limits import INPUTS, LOSS, NORM, Limit
 from stabletrain.step import train_step
 from stabletrain.trainer.build import build
 from stabletrain.trainer.run import TrainingRun

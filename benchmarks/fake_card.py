@@ -46,16 +46,16 @@ PACKAGE = f"{Path(stabletrain.__file__).parent}/"
 
 READERS = {
     "buffers.py:is_huge": "looks at each buffer once, when it is first seen: is it a mask?",
-    "stability/guard/written.py:state_is_finite": "looks at the state after a skipped step: is it damaged?",
-    "stability/guard/written.py:update_is_finite": "looks at an update that was run again after a skipped step",
-    "stability/guard/written.py:note_start": "looks at the state once, before the first step",
-    "stability/guard/update_check.py:judge": "with copies, an update that is not proven is undone before the next step",
+    "guard/checks/written.py:state_is_finite": "looks at the state after a skipped step: is it damaged?",
+    "guard/checks/written.py:update_is_finite": "looks at an update that was run again after a skipped step",
+    "guard/checks/written.py:note_start": "looks at the state once, before the first step",
+    "guard/checks/update_check.py:judge": "with copies, an update that is not proven is undone before the next step",
     "records.py:count_targets": "counts targets that are still on the host",
     "monitors/probe.py": "a look returns its metrics as numbers, and the loop has just read the step's",
     "monitors/line_search.py:loss_at": "each loss of the search decides which one is computed next",
     "trainer/evaluate.py:evaluate": "reads the result of an evaluation once, at its end",
-    "stability/guard/state_check.py:holds": "checks the state once more before it is evaluated or saved",
-    "stability/guard/state_check.py:restored": "checks a state that was put back",
+    "guard/checks/state_check.py:holds": "checks the state once more before it is evaluated or saved",
+    "guard/checks/state_check.py:restored": "checks a state that was put back",
     "forensics/": "explains a step after it has failed",
 }
 """Functions, files and folders of the package that may read values on the host, and why."""

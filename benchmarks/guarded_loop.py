@@ -11,7 +11,7 @@ from bare import BareLoop, cosine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.guarded.guard import Guard
+from stabletrain.guard.guard import Guard
 from stabletrain.records import Batch
 
 

@@ -15,11 +15,11 @@ from measuring import Clock, command_line, head, in_turns, machine, modes, quart
 from torch import Tensor, nn
 from workloads import gpt, plain_tools
 
+from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compile_, undo_compile_
 from stabletrain.models import head as padding
 from stabletrain.records import Batch
-from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective import CrossEntropy, ZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLogits, ChunkedLoss, tokens_at_once
 from stabletrain.tools import Tools

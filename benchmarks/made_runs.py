@@ -35,7 +35,7 @@ optimizer:
 qknorm:
   _target_: stabletrain.stability.qknorm.NoQKNorm
 guard:
-  _target_: stabletrain.stability.guard.RollbackGuard
+  _target_: stabletrain.guard.RollbackGuard
   sigma: 6.0
   window: 128
 model:

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from workloads import gpt, plain_tools
 
+from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, TrainState
-from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective import CrossEntropy, NoZLoss, ZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss, tokens_at_once
 from stabletrain.step import compute

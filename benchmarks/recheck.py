@@ -15,8 +15,8 @@ from typing import Any
 from jobs import SIZES, Rounds, built
 from measuring import Clock, command_line, head, machine, modes, row, save, silence
 
+from stabletrain.guard.policy import SkipGuard
 from stabletrain.machine import hardware
-from stabletrain.stability.guard import SkipGuard
 
 WARM_UP = 2
 """Pairs of steps that are not measured."""

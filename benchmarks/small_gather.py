@@ -23,12 +23,12 @@ import torch.distributed as dist
 from workloads import WORKLOADS, plain_tools
 
 from stabletrain.errors import ConfigError
+from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import hardware
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
 from stabletrain.parallel.ranks import current_ranks, join_process_group, leave_process_group
 from stabletrain.records import Batch, TrainState
-from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.optimizers import AdamW
 from stabletrain.step import train_step
 

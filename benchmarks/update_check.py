@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.runs import composed
-from stabletrain.stability.guard.update_check import Checked, NoUpdateCheck, UpdateCheck
+from stabletrain.guard.checks.update_check import Checked, NoUpdateCheck, UpdateCheck
 from stabletrain.step import train_step
 from stabletrain.trainer.build import build
 

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stabletrain.guard.policy import NoGuard, SkipGuard
 from stabletrain.machine.determinism import Seeded
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NormClip
-from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.stability.objective import CrossEntropy
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.qkclip import NoQKClip

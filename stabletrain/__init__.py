@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stabletrain.api import compare, load, train
-    from stabletrain.guarded.guard import Guard
+    from stabletrain.guard.guard import Guard
     from stabletrain.records import Batch, LossTerms
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ __all__ = ["Batch", "Guard", "LossTerms", "compare", "load", "train"]
 
 PLACES = {
     "Batch": "stabletrain.records",
-    "Guard": "stabletrain.guarded.guard",
+    "Guard": "stabletrain.guard.guard",
     "LossTerms": "stabletrain.records",
     "compare": "stabletrain.api",
     "load": "stabletrain.api",

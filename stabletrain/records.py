@@ -17,6 +17,9 @@ IGNORE_INDEX = -100
 LOGITS_AT_ONCE = 2**26
 """Default number of logits upcast to fp32 at once: 256 MiB."""
 
+LARGEST = 3.4e38
+"""Just below fp32's maximum, so that `value <= LARGEST` is False for NaN and for Inf."""
+
 Number = Tensor | float
 """A number of a step: 0-d on the device, or a float if the host knows it. A known number costs no kernel."""
 
@@ -243,7 +246,7 @@ class StepChecks:
         inputs: largest magnitude of the inputs; 0 for integers.
         buffers: L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
         recheck: how far the gradient differs from a second computation, relative, or over its limit if that is learnt;
-            below 0 if memory did not suffice for it. See `stability/guard/recheck.py`.
+            below 0 if memory did not suffice for it. See `guard/checks/recheck.py`.
         stop: bool, whether any rank was asked to stop; None in a single process.
         state_changed: 1 if weights, moments or buffers are not what the last update left, else 0.
         rank: first rank whose own shard of the step was bad, -1 for none; None in a single process.

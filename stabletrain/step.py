@@ -295,8 +295,8 @@ class CheckedUpdate:
     """An optimizer's step with the guard's self-checks around it.
 
     Attributes:
-        finite: whether the update was finite on all ranks; see `stability/guard/update_check.py`.
-        recheck: how far the update of one tensor differs from a second computation; see `stability/guard/recheck.py`.
+        finite: whether the update was finite on all ranks; see `guard/checks/update_check.py`.
+        recheck: how far the update of one tensor differs from a second computation; see `guard/checks/recheck.py`.
         lengths: lengths of the update and of the weights; see `monitors/update_length.py`.
     """
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.stability.clipping import NoClip
-from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.qkclip import NoQKClip

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from stabletrain import models
+from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.machine.signals import StopRequest
-from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.loop import training_loop
 from tests.clocks import ToldClock

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from benchmarks.workloads import build_tools
+from stabletrain.guard.policy import NoGuard
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
-from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.step import compute, train_step
 

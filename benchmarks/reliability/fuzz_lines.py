@@ -131,14 +131,14 @@ TARGETS = [
     *(
         "stabletrain",
         "stabletrain.errors.ConfigError",
-        "stabletrain.stability.guard.SkipGuard",
+        "stabletrain.guard.SkipGuard",
         "''",
         "null",
         "5",
         "[]",
         "a",
     ),
-    *("stabletrain.stability.guard.NoGuard", "stabletrain.stability.clipping.fixed.NoClip", "collections.Counter", "."),
+    *("stabletrain.guard.NoGuard", "stabletrain.stability.clipping.fixed.NoClip", "collections.Counter", "."),
     *(
         "stabletrain.stability.optimizers.sgd.SGD",
         "torch.optim.Adam",

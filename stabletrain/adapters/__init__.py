@@ -1,4 +1,4 @@
-"""The guard (`guarded/`) in other libraries' training loops, each by `Guard.attach`.
+"""The guard (`guard/`) in other libraries' training loops, each by `Guard.attach`.
 
 | file | |
 |---|---|

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from stabletrain.guarded.attached_guard import AttachedGuard
-from stabletrain.guarded.guard import Guard
+from stabletrain.guard.attached_guard import AttachedGuard
+from stabletrain.guard.guard import Guard
 
 IN_A_LOOP = "use guard.step in a loop of your own"
 

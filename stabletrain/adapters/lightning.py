@@ -24,7 +24,7 @@ from torch.optim import LBFGS, Optimizer
 from stabletrain.adapters.callback import IN_A_LOOP, GuardHolder
 from stabletrain.adapters.unchanged import do_nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
-from stabletrain.guarded.attached_guard import AttachedGuard
+from stabletrain.guard.attached_guard import AttachedGuard
 
 
 class GuardCallback(GuardHolder, pl.Callback):

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from stabletrain.adapters.callback import IN_A_LOOP, GuardHolder
 from stabletrain.adapters.unchanged import do_nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
-from stabletrain.guarded.attached_guard import AttachedGuard
+from stabletrain.guard.attached_guard import AttachedGuard
 
 STATE_KEY = "stabletrain.guard"
 """Name of the guard's state in `trainer_state.json`."""

@@ -1,6 +1,6 @@
 """A step that is run again leaves the user's objects as they were: counters, lists, metrics.
 
-The guard itself puts weights, buffers, gradients and random generators back (`guarded/rerun.py`).
+The guard itself puts weights, buffers, gradients and random generators back (`guard/rerun.py`).
 """
 
 import contextlib

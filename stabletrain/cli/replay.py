@@ -35,12 +35,12 @@ from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.incident_list import read
 from stabletrain.forensics.replay import replay
 from stabletrain.forensics.user_code import compare
-from stabletrain.guarded.saved_step import holds_loop_step, replay_loop_step
+from stabletrain.guard import NoGuard
+from stabletrain.guard.saved_step import holds_loop_step, replay_loop_step
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import conf_folder
 from stabletrain.records import TrainState
-from stabletrain.stability.guard import NoGuard
 from stabletrain.stored.json_files import Count, DamagedFile, check_type
 from stabletrain.tools import Tools
 from stabletrain.trainer.contract import TakeLogits, vocabulary

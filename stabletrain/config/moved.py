@@ -9,6 +9,9 @@ from typing import Any
 MOVED: dict[str, str] = {
     "stabletrain.forensics.desk.Forensics": "stabletrain.forensics.handler.IncidentHandler",
     "stabletrain.forensics.desk.NoForensics": "stabletrain.forensics.handler.NoIncidentHandler",
+    "stabletrain.stability.guard.NoGuard": "stabletrain.guard.NoGuard",
+    "stabletrain.stability.guard.RollbackGuard": "stabletrain.guard.RollbackGuard",
+    "stabletrain.stability.guard.SkipGuard": "stabletrain.guard.SkipGuard",
     "stabletrain.parallel.auto": "stabletrain.parallel.options.auto",
     "stabletrain.parallel.ddp": "stabletrain.parallel.options.ddp",
     "stabletrain.parallel.fsdp": "stabletrain.parallel.options.fsdp",

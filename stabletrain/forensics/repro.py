@@ -29,12 +29,12 @@ from stabletrain.checkpoint.writer import pieces
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.user_code import hashes
+from stabletrain.guard.checks.recheck import Finding
+from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.machine.untouched import CONTAINERS
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, RankPart, Reading, saved_reading
-from stabletrain.stability.guard import NoGuard
-from stabletrain.stability.guard.recheck import Finding
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import Count, DamagedFile, read_record

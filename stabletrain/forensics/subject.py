@@ -1,7 +1,7 @@
 """The step under investigation: the known facts about it, and ways to run it again.
 
 There are two kinds. `StepSubject` is a step of this project's trainer; it runs again on a copy of the model. A step of
-a user's own loop (`guarded/subject.py`) runs again by calling the user's closure on the live model.
+a user's own loop (`guard/subject.py`) runs again by calling the user's closure on the live model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +31,9 @@ from stabletrain.forensics.replay import (
 )
 from stabletrain.forensics.repro import Repro, save_batch, save_repro
 from stabletrain.forensics.trace.recorder import Trace
+from stabletrain.guard.checks.recheck import Finding
 from stabletrain.monitors.probe import measure_forward
 from stabletrain.records import RankPart, Reading
-from stabletrain.stability.guard.recheck import Finding
 
 ONLY_THE_UPDATE = (
     "its forward and backward pass were finite, and the optimizer's step, which was not, cannot be run from a folder"

@@ -6,7 +6,7 @@
     CUSUM      S = max(0, S + min(max(z, -LARGEST), LARGEST) - ALLOWANCE)     a change: S > threshold
 
 The test is Page's (1954, Biometrika 41), for a rise of the level; the same with -e finds a fall. It accumulates small
-shifts that single-step limits (`stability/guard/limits.py`) tolerate. All estimates are medians, so that single
+shifts that single-step limits (`guard/policy/limits.py`) tolerate. All estimates are medians, so that single
 outliers do not move them, and an outlier adds at most `LARGEST - ALLOWANCE` to S.
 
 A trend that is present in the past errors is subtracted only if it makes the test less sensitive. A falling loss

@@ -35,7 +35,7 @@ def after_halt(
         typed: the command line of this start.
         folder: the run folder.
         checkpoint: the one that a resume would restore; None if there is no healthy one.
-        kind: kind of the newest skipped step (`stability/guard/`).
+        kind: kind of the newest skipped step (`guard/policy/`).
         choices, values: the run's options, and its configuration by dotted key.
     """
     fixes = [

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
+from stabletrain.guard.checks.update_check import replays_exactly
+from stabletrain.guard.checks.written import kept_outside
 from stabletrain.models.sampling import generate
 from stabletrain.parallel.ranks import Ranks, current_ranks, run_on_main
-from stabletrain.stability.guard.update_check import replays_exactly
-from stabletrain.stability.guard.written import kept_outside
 from stabletrain.trainer.contract import context_length
 
 

@@ -31,6 +31,7 @@ from stabletrain.data.to_device import ToDevice
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.distributed_handler import for_all_ranks
+from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import compiling, hardware
 from stabletrain.machine.memory import free_host_memory
 from stabletrain.monitors.rolling import RollingStats
@@ -39,7 +40,6 @@ from stabletrain.parallel.ranks import run_on_main
 from stabletrain.printable import say
 from stabletrain.program import started
 from stabletrain.records import TrainState, reads_rows
-from stabletrain.stability.guard import NoGuard
 from stabletrain.tools import Tools
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress

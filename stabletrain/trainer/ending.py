@@ -14,9 +14,9 @@ from pathlib import Path
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.errors import TrainingHalted
+from stabletrain.guard.policy import NoGuard
+from stabletrain.guard.policy.slow import validation_bound
 from stabletrain.monitors.change_point import median
-from stabletrain.stability.guard import NoGuard
-from stabletrain.stability.guard.slow import validation_bound
 from stabletrain.trainer.history import ENDS, History
 
 

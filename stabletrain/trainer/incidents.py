@@ -16,14 +16,14 @@ from stabletrain.forensics.probes.samples import MAX_LISTED, bad_samples, descri
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.replay import same_bits
 from stabletrain.forensics.repro import Repro
+from stabletrain.guard.checks.copies import put_back_after
+from stabletrain.guard.checks.recheck import repeats_exactly
+from stabletrain.guard.checks.state_check import NoStateCheck
+from stabletrain.guard.checks.written import state_is_finite, update_is_finite
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import is_round
 from stabletrain.records import Batch, Reading, TrainState, Verdict
-from stabletrain.stability.guard.copies import put_back_after
-from stabletrain.stability.guard.recheck import repeats_exactly
-from stabletrain.stability.guard.state_check import NoStateCheck
-from stabletrain.stability.guard.written import state_is_finite, update_is_finite
 from stabletrain.step import InFlight, apply, compute
 from stabletrain.tools import Tools
 from stabletrain.trainer.run import TrainingRun

@@ -15,13 +15,13 @@ from stabletrain.buffers import buffers_of
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.forecast.forecast import NoForecast
 from stabletrain.forensics.probes.underflow import can_underflow
+from stabletrain.guard.checks.update_check import replays_exactly
+from stabletrain.guard.checks.written import note_start
+from stabletrain.guard.policy.skip import BAD_UPDATE, CHANGED
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Reading, Verdict
-from stabletrain.stability.guard.skip import BAD_UPDATE, CHANGED
-from stabletrain.stability.guard.update_check import replays_exactly
-from stabletrain.stability.guard.written import note_start
 from stabletrain.step import commit, compute
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.ending import best_path, check_updated, remarks

@@ -17,11 +17,11 @@ from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import NoFaults
 from stabletrain.forecast.forecast import NoForecast
 from stabletrain.forensics.handler import NoIncidentHandler
+from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.stability.clipping import NoClip
-from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.init import TorchInit
 from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objective
 from stabletrain.stability.precision.base import FullPrecision

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.repro import copy_of_model, with_loss_scale
+from stabletrain.guard.checks.comparing import Compared, sums
+from stabletrain.guard.checks.recheck import Finding, NoRecheck, repeats_exactly
 from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
 from stabletrain.records import Batch, Reading, TrainState, Verdict
-from stabletrain.stability.guard.comparing import Compared, sums
-from stabletrain.stability.guard.recheck import Finding, NoRecheck, repeats_exactly
 from stabletrain.step import Computed, compute, count_targets, forward_backward
 from stabletrain.tools import Tools
 from stabletrain.tracking.tracker import NoTracker

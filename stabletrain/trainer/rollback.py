@@ -14,8 +14,8 @@ from stabletrain.checkpoint.capture import restore
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import TrainingHalted
+from stabletrain.guard.policy import NoGuard
 from stabletrain.records import RollbackPlan
-from stabletrain.stability.guard import NoGuard
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History
 from stabletrain.trainer.saved_states import HasCumulativeState, SavedStates

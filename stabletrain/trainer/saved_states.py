@@ -15,9 +15,9 @@ from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import ConfigError
+from stabletrain.guard.checks.written import state_is_finite
+from stabletrain.guard.policy import NoGuard
 from stabletrain.records import TrainState
-from stabletrain.stability.guard import NoGuard
-from stabletrain.stability.guard.written import state_is_finite
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.changes import NoResumption
 

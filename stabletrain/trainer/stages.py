@@ -18,13 +18,13 @@ from stabletrain.data.dataset import Dataset
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import NoFaults
+from stabletrain.guard.checks.state_check import default_every
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, peak_flops, reset_peak
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group, run_on_main
 from stabletrain.printable import say
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
-from stabletrain.stability.guard.state_check import default_every
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.tools import Tools

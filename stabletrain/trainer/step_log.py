@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from stabletrain.guard.policy import NoGuard
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Reading
-from stabletrain.stability.guard import NoGuard
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import UNITS, Throughput
 from stabletrain.trainer.run import TrainingRun

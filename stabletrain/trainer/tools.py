@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from stabletrain.guard.policy import NoGuard
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective.chunked_loss import with_loss_chunk
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.sanitize import Sanitizer

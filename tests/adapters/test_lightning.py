@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stabletrain.adapters.lightning import GuardCallback
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.guarded.guard import Guard
-from stabletrain.stability.guard import RollbackGuard, SkipGuard
-from tests.guarded.given import batches, bits, network, same
+from stabletrain.guard.guard import Guard
+from stabletrain.guard.policy import RollbackGuard, SkipGuard
+from tests.guard.given import batches, bits, network, same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's use of a newer PyTorch

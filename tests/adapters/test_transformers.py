@@ -11,8 +11,8 @@ from torch import nn
 from torch.amp import GradScaler
 
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.stability.guard import RollbackGuard, SkipGuard
-from tests.guarded.given import batches, bits, network, same
+from stabletrain.guard.policy import RollbackGuard, SkipGuard
+from tests.guard.given import batches, bits, network, same
 
 # Where datasets is installed, transformers imports it, and with it pyarrow.
 pytest.importorskip("transformers.trainer", reason="pyarrow needs NumPy 2, and does not say so", exc_type=ImportError)

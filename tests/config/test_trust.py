@@ -18,7 +18,7 @@ import stabletrain
 from stabletrain.cli.commands import main
 from stabletrain.config import trust
 from stabletrain.errors import ConfigError
-from stabletrain.guarded.guard import Guard
+from stabletrain.guard.guard import Guard
 from stabletrain.whatif.arms import Arm, with_fixes
 from stabletrain.whatif.base import read_base
 from stabletrain.whatif.judging import judged

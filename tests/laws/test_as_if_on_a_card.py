@@ -17,9 +17,9 @@ from stabletrain import buffers, step
 from stabletrain.config.checks import check
 from stabletrain.data.to_device import ToDevice
 from stabletrain.errors import ConfigError
+from stabletrain.guard.policy import SkipGuard
 from stabletrain.records import Batch, LossTerms
 from stabletrain.stability.clipping import NormClip
-from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.objective import CrossEntropy
 from stabletrain.stability.precision.loss_scale import LossScaled
 from stabletrain.stability.sanitize import Sanitizer

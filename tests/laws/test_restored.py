@@ -28,27 +28,27 @@ from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import map_tensors
 from stabletrain.forecast.forecast import NoForecast
 from stabletrain.forecast.series import Series
-from stabletrain.guarded.guard import Guard
-from stabletrain.guarded.loop_guard import LoopGuard
-from stabletrain.guarded.scaling import Scaling
+from stabletrain.guard.checks.comparing import Compared
+from stabletrain.guard.checks.recheck import NoRecheck, Recheck
+from stabletrain.guard.guard import Guard
+from stabletrain.guard.loop_guard import LoopGuard
+from stabletrain.guard.policy import NoGuard, RollbackGuard
+from stabletrain.guard.policy.divergence import NoDivergence
+from stabletrain.guard.policy.limits import Limit, Limits
+from stabletrain.guard.policy.retained import RetainedStates
+from stabletrain.guard.policy.slow import NoSlowSpikes
+from stabletrain.guard.scaling import Scaling
 from stabletrain.monitors.change_point import ChangePoint
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats, Spikes
 from stabletrain.records import GradNorms, Verdict
 from stabletrain.stability.clipping.adaptive import AdaGC, ZClip
 from stabletrain.stability.clipping.fixed import NoClip
-from stabletrain.stability.guard import NoGuard, RollbackGuard
-from stabletrain.stability.guard.comparing import Compared
-from stabletrain.stability.guard.divergence import NoDivergence
-from stabletrain.stability.guard.limits import Limit, Limits
-from stabletrain.stability.guard.recheck import NoRecheck, Recheck
-from stabletrain.stability.guard.retained import RetainedStates
-from stabletrain.stability.guard.slow import NoSlowSpikes
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.trainer.build import build
 from stabletrain.trainer.history import History
 from stabletrain.trainer.loop import train
-from tests.guarded.given import Loop, batches
+from tests.guard.given import Loop, batches
 from tests.runs import ROOT, TINY_GPT, composed
 from tests.trainer.given import batch, reading
 

@@ -66,8 +66,8 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "diagnose": (f"{FORENSICS}.investigate.diagnose", raises(RuntimeError("no diagnosis"))),
     "write": (f"{FORENSICS}.handler.file_incident", raises(TypeError("no JSON"))),
     "disk": (f"{FORENSICS}.handler.file_incident", raises(OSError(errno.ENOSPC, "No space left on device"))),
-    "second run": ("stabletrain.stability.guard.repeats.compare", raises(OutOfMemoryError("no memory"))),
-    "copied tensor": ("stabletrain.stability.guard.repeats.OneTensor.of", raises(OutOfMemoryError("no memory"))),
+    "second run": ("stabletrain.guard.checks.repeats.compare", raises(OutOfMemoryError("no memory"))),
+    "copied tensor": ("stabletrain.guard.checks.repeats.OneTensor.of", raises(OutOfMemoryError("no memory"))),
     "copied buckets": ("stabletrain.parallel.ddp.within_memory", lambda _: None),
 }
 """What is replaced, and by what, for each part."""

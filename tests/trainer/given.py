@@ -19,6 +19,7 @@ from stabletrain.data.to_device import ToDevice
 from stabletrain.forecast.forecast import NoForecast
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.investigate import IncidentRequest
+from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
@@ -26,7 +27,6 @@ from stabletrain.parallel.single import SingleProcess
 from stabletrain.parallel.whole import WholeState
 from stabletrain.records import Batch, DeviceReading, Reading, TrainState
 from stabletrain.stability import precision as precisions
-from stabletrain.stability.guard import NoGuard
 from stabletrain.step import InFlight
 from stabletrain.tracking.run_folder import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker

@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.workloads import build_tools
 from stabletrain.config.arguments import LAUNCH_VARIABLE, parse_arguments
 from stabletrain.errors import ConfigError
+from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard
 from stabletrain.records import TrainState
-from stabletrain.stability.guard import NoGuard, RollbackGuard, SkipGuard
 from stabletrain.stability.schedule import Constant, LearningRate, LinearWarmup
 from stabletrain.trainer.banner import (
     SHOWN,

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.guard.policy import RollbackGuard
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import TrainState
-from stabletrain.stability.guard import RollbackGuard
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer import build as module

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stabletrain.errors import TrainingHalted
-from stabletrain.stability.guard import SkipGuard
+from stabletrain.guard.policy import SkipGuard
 from stabletrain.trainer.ending import check_updated, remarks
 from stabletrain.trainer.history import History
 

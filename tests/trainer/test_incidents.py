@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from stabletrain.forensics.agreement import NotInvestigated
+from stabletrain.guard.policy import NoGuard, SkipGuard
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Transform
 from stabletrain.stability import precision as precisions
-from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.trainer.incidents import (
     UNUSED_BATCHES,
     handle_incident,

@@ -7,11 +7,11 @@ import torch
 
 from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.errors import ConfigError, Interrupted, RankLost, TrainingHalted
+from stabletrain.guard.policy import NoGuard, SkipGuard
+from stabletrain.guard.policy.retained import NoRetainedStates
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, Verdict
-from stabletrain.stability.guard import NoGuard, SkipGuard
-from stabletrain.stability.guard.retained import NoRetainedStates
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.loop import (
     Due,

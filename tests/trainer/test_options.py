@@ -64,7 +64,7 @@ def test_printed_options_have_a_line_for_each_field():
         lines = dict(line.split(maxsplit=1) for line in str(options_of(cfg)).splitlines())
     assert lines.keys() == {each.name for each in fields(Options)} - {"config", "choices"}
     assert lines["steps"] == "7"
-    assert lines["guard"] == "rollback: stabletrain.stability.guard.rollback.RollbackGuard"
+    assert lines["guard"] == "rollback: stabletrain.guard.policy.rollback.RollbackGuard"
     assert lines["optimizer"] == "adamw: stabletrain.stability.optimizers.adamw.AdamW, not built yet"
 
 

@@ -11,10 +11,10 @@ import stabletrain
 from stabletrain.errors import TrainingHalted
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler
+from stabletrain.guard.checks.recheck import LEARNING_REPEATS
+from stabletrain.guard.checks.repeats import OneTensor
+from stabletrain.guard.policy import RollbackGuard, SkipGuard, recheck, repeats, update_check
 from stabletrain.stability import precision as precisions
-from stabletrain.stability.guard import RollbackGuard, SkipGuard, recheck, repeats, update_check
-from stabletrain.stability.guard.recheck import LEARNING_REPEATS
-from stabletrain.stability.guard.repeats import OneTensor
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer import incidents
 from stabletrain.trainer import recheck as trainers

@@ -2,8 +2,8 @@
 
 import pytest
 
+from stabletrain.guard.policy import SkipGuard
 from stabletrain.monitors.rolling import Alarm
-from stabletrain.stability.guard import SkipGuard
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.loop import final_metrics
 from stabletrain.trainer.rollback import PendingReplay

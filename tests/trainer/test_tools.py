@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from benchmarks.workloads import build_tools
+from stabletrain.guard.policy import NoGuard, SkipGuard
 from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, TrainState, Verdict
 from stabletrain.stability.clipping import NoClip, NormClip
-from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.stability.objective import CrossEntropy, NoZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.stability.qkclip import NoQKClip

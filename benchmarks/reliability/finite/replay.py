@@ -7,8 +7,8 @@ that was said stays as it was recorded. Runs with ways back cannot be replayed: 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from stabletrain.guard.policy.slow import SlowSpikes
 from stabletrain.records import Reading
-from stabletrain.stability.guard.slow import SlowSpikes
 
 SLOW = ("slow_loss", "slow_gradient", "update_length", "weight_growth", "slow_validation")
 """Kinds of alarm that are replayed."""

@@ -54,7 +54,7 @@ from stabletrain.forensics.diagnosis.sentences import (
 )
 from stabletrain.forensics.diagnosis.update_causes import bad_setting, finite_when_rerun, unsafe_optimizer
 from stabletrain.forensics.probes.samples import describe
-from stabletrain.stability.guard.recheck import Finding
+from stabletrain.guard.checks.recheck import Finding
 
 ONE_HOT_LOGIT = 1e2
 LARGE_LOGIT = 1e3

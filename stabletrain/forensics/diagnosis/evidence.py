@@ -12,8 +12,8 @@ from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.origin import Origin
+from stabletrain.guard.checks.recheck import Finding
 from stabletrain.records import RankPart, Reading
-from stabletrain.stability.guard.recheck import Finding
 
 
 @dataclass(frozen=True)

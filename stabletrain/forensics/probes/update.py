@@ -30,9 +30,9 @@ from stabletrain.forensics.trace.origin import BLAME_ORDER, Origin, origin_of_re
 from stabletrain.forensics.trace.recorder import Source
 from stabletrain.forensics.trace.update_recorder import Label, UpdateTrace
 from stabletrain.forensics.trace.values import dense, is_float, leaves, local, tensors
+from stabletrain.guard.checks.copies import put_back_after
+from stabletrain.guard.checks.written import containers, kept_outside, parts_of, tensors_in, update_is_finite
 from stabletrain.machine.compiling import uncompiled
-from stabletrain.stability.guard.copies import put_back_after
-from stabletrain.stability.guard.written import containers, kept_outside, parts_of, tensors_in, update_is_finite
 
 MAX_LISTED = 8
 """Maximum number of tensors to list."""

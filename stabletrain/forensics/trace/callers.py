@@ -26,7 +26,7 @@ THIS_FOLDER = f"{Path(__file__).parent}/"
 WRAPPERS = ("/jaxtyping/", "/beartype/", "/torchao/", "/precision/fp8_linear.py", "/probes/fp8_casts.py")
 """Files whose frames lie between the user's line and the operation: decorators that check types, and fp8 layers."""
 
-STEP_RUNNERS = (f"{PACKAGE}step.py", f"{PACKAGE}guarded{os.sep}")
+STEP_RUNNERS = (f"{PACKAGE}step.py", f"{PACKAGE}guard{os.sep}")
 """Files that run a step. Frames beyond them only start the training."""
 
 OPTIMIZERS = f"{TORCH}optim{os.sep}"

@@ -11,11 +11,11 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stabletrain.faults import in_step
-from stabletrain.guarded.guard import Guard
+from stabletrain.guard.guard import Guard
+from stabletrain.guard.policy.limits import LARGEST_NORM
 from stabletrain.monitors.tensor_norms import measure_all
 from stabletrain.records import TrainState
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
-from stabletrain.stability.guard.limits import LARGEST_NORM
 from stabletrain.stability.optimizers import Muon
 from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.closed import after_update_is_proven, clipping_is_proven, why_unproven

@@ -1,0 +1,258 @@
+"""Repeats a gradient, or the update of one tensor, without a trace; `recheck.py` says when and why."""
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from stabletrain.buffers import SavedBuffers, can_be_written
+from stabletrain.guard.checks.comparing import Compared, compare, sums
+from stabletrain.machine.determinism import Generators
+from stabletrain.machine.memory import within_memory
+from stabletrain.machine.untouched import attributes_of, put_back_attributes, untouched
+from stabletrain.records import Number, TrainState
+from stabletrain.stability.step_tools import StepTools
+
+
+class NoRepeat:
+    """Repeats nothing: most steps are computed once."""
+
+    difference: Number = 0.0
+
+    def gradient(self, again: Callable[[], Any]) -> None:
+        """Does nothing."""
+
+    def update(self, apply: Callable[[Optimizer], Any]) -> Number:
+        """Returns 0: nothing was compared."""
+        del apply
+        return 0.0
+
+
+NO_REPEAT = NoRepeat()
+
+
+OUT_OF_MEMORY = -1.0
+"""The difference of a repetition for which some rank had too little memory."""
+
+Judge = Callable[[Compared | None, Tensor], Tensor]
+"""Called with this rank's comparison (None without enough memory), and with the largest differences on any rank, fp32
+`[tensors]`; returns the number that judges the repetition. See `recheck.py`.
+"""
+
+
+class RepeatGradient(NoRepeat):
+    """Repeats the first micro-batch of a step.
+
+    Attributes:
+        difference: 0-d fp32 on the device, equal on all ranks: the result of `judge`, or `OUT_OF_MEMORY`; 0 if nothing
+            was repeated.
+    """
+
+    def __init__(
+        self, judge: Judge, model: nn.Module, buffers: SavedBuffers, tools: StepTools, device: torch.device
+    ) -> None:
+        self._judge, self._model, self._buffers, self._tools = judge, model, buffers, tools
+        self._generators, self._attributes = Generators.now(device), attributes_of(model)
+        self.difference: Number = 0.0
+        self._waiting = tools.parallel.keep_gradients()
+
+    def gradient(self, again: Callable[[], Any]) -> None:
+        """If this is the first micro-batch, runs it again and compares its gradients with those of the first run.
+
+        Args:
+            again: runs forward and backward of that micro-batch, without communication.
+        """
+        if not self._waiting:
+            return
+        self._waiting = False
+        named = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
+        first = self._tools.parallel.own_gradients([*named.values()])
+        compared = None if first is None else self._compare(named, first, again)
+        ratios = torch.zeros(len(named), device=self._generators.device) if compared is None else compared.ratios
+        self.difference = over_ranks(compared, ratios, self._judge, self._tools)
+
+    def _compare(
+        self, named: Mapping[str, Tensor], first: Sequence[Tensor | None], again: Callable[[], Any]
+    ) -> Compared | None:
+        """Compares gradients with those of a second run; None if there was not enough memory."""
+        with self._rewound(), torch.enable_grad():
+            # Catch an error inside: the memory of the second run is then free before everything is restored.
+            done = within_memory(lambda: (again(), True))
+            second = [parameter.grad for parameter in named.values()]
+        if done is None:
+            return None
+        pairs = [*zip(named, first, second, strict=True)]
+        return within_memory(lambda: compare(pairs, self._generators.device, generators=self._generators))
+
+    @contextmanager
+    def _rewound(self) -> Generator[None]:
+        """Sets buffers, generators, gradients and attributes to the beginning of the step; restores them on exit."""
+        with untouched(self._model, self._generators.device):
+            self._buffers.put_back()
+            put_back_attributes(self._attributes)
+            self._generators.set()
+            yield
+
+
+@dataclass(frozen=True)
+class OneTensor:
+    """A parameter before its update, with its gradient, its state and its group."""
+
+    weight: Tensor
+    gradient: Tensor
+    state: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor) -> "OneTensor":
+        """Copies everything that the update of `weight` reads and writes."""
+        assert weight.grad is not None
+        options = {name: value for name, value in group.items() if name != "params"}
+        return cls(copied(weight), copied(weight.grad), copied_state(optimizer.state.get(weight, {})), options)
+
+    def updated(self, optimizer: Optimizer, apply: Callable[[Optimizer], Any]) -> dict[str, Tensor]:
+        """Updates a copy with a separate optimizer; returns the weight and its state by name."""
+        weight = copied(self.weight)
+        weight.grad = copied(self.gradient)
+        alone = optimizer_of(optimizer, weight, copied_state(self.state), self.group)
+        apply(alone)
+        return results(alone, weight)
+
+
+class RepeatUpdate(NoRepeat):
+    """Repeats the update of one tensor."""
+
+    def __init__(
+        self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor], tools: StepTools
+    ) -> None:
+        group, self._weight = chosen
+        self._judge, self._optimizer, self._tools = judge, state.optimizer, tools
+        self._name = next((name for name, each in state.model.named_parameters() if each is self._weight), "a weight")
+        self._before = within_memory(lambda: OneTensor.of(self._optimizer, group, self._weight))
+
+    @torch.no_grad()
+    def update(self, apply: Callable[[Optimizer], Any]) -> Number:
+        """Repeats the update that was just applied and compares; returns the number that judges the repetition.
+
+        Args:
+            apply: applies the update of an optimizer.
+        """
+        before = self._before
+        compared = None if before is None else within_memory(lambda: self._compare(before, apply))
+        # One limit for everything that an update writes: tensors take turns, so limits for each would be learnt late.
+        ratio = torch.zeros((), device=self._weight.device) if compared is None else compared.ratios.amax()
+        return over_ranks(compared, ratio[None], self._judge, self._tools)
+
+    def _compare(self, before: OneTensor, apply: Callable[[Optimizer], Any]) -> Compared:
+        """Compares the values that the update wrote with those that it writes into copies."""
+        first, device = results(self._optimizer, self._weight), self._weight.device
+        second = before.updated(self._optimizer, apply)
+        # The names of both: a state that only one of them has is a difference too.
+        names = {name: self._name if name == "weight" else f"{name} of {self._name}" for name in {**first, **second}}
+
+        def again() -> Tensor:
+            third = before.updated(self._optimizer, apply)
+            return sums([third.get(name) for name in names], device)
+
+        pairs = [(text, first.get(name), second.get(name)) for name, text in names.items()]
+        return compare(pairs, device, again=again)
+
+
+def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: StepTools) -> Tensor:
+    """Returns the number that judges a repetition, 0-d, equal on all ranks. All ranks must call it.
+
+    A rank that had too little memory calls it too, because the others wait for it. All ranks then get `OUT_OF_MEMORY`.
+
+    Args:
+        compared: this rank's comparison; None if its memory did not suffice.
+        ratios: fp32 `[tensors]`, its differences; 0 without a comparison.
+    """
+    everywhere, failed = ratios.clone(), torch.full((1,), float(compared is None), device=ratios.device)
+    tools.parallel.max_over_ranks_([everywhere, failed])
+    return torch.where(failed[0] > 0, OUT_OF_MEMORY, judge(compared, everywhere))
+
+
+def tensor_by_tensor(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer is known to update each tensor independently.
+
+    PyTorch's optimizers and this package's do. A user's optimizer may not, and a hook may do anything.
+    """
+    known = type(optimizer).__module__.startswith(("torch.optim.", "stabletrain."))
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    ours = all((getattr(hook, "__module__", None) or "").startswith("stabletrain.") for hook in hooks)
+    return known and ours and not isinstance(optimizer, LBFGS)
+
+
+def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any], Tensor] | None:
+    """Returns the tensor whose turn it is, with its group; None if no tensor has a gradient.
+
+    Leaves out weights in 16 bits: `precision=bf16_params` gives the optimizer other tensors, and rounds at random.
+
+    Args:
+        turn: number of the turn; None for the largest tensor.
+    """
+    able = [
+        (group, weight)
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if weight.grad is not None and not weight.grad.is_sparse and weight.dtype in (torch.float32, torch.float64)
+    ]
+    if not able:
+        return None
+    return max(able, key=lambda each: each[1].numel()) if turn is None else able[turn % len(able)]
+
+
+def optimizer_of(optimizer: Optimizer, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Optimizer:
+    """Returns an optimizer of the same class and options for one tensor, without hooks."""
+    alone = object.__new__(type(optimizer))
+    left_out = ("state", "param_groups", "step", "zero_grad")
+    alone.__dict__.update(
+        {name: each for name, each in vars(optimizer).items() if name not in left_out and not name.endswith("_hooks")}
+    )
+    mine = defaultdict(dict, {weight: state} if state else {})
+    alone.__setstate__({"defaults": optimizer.defaults, "state": mine, "param_groups": [{**group, "params": [weight]}]})
+    return alone
+
+
+def results(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors that an update writes by name: the weight and its state."""
+    state = optimizer.state.get(weight, {})
+    return {"weight": weight, **{name: each for name, each in state.items() if isinstance(each, Tensor)}}
+
+
+ALIGNMENT = 512
+"""Bytes to which PyTorch aligns memory on a card; on a CPU it is 64."""
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Copies a tensor, bit for bit and without its graph, into memory with the same strides and the same alignment.
+
+    A kernel reads several aligned values at a time, so it may compute other bits from a view into a bucket than from a
+    separate tensor.
+    """
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(tensor, DTensor)
+        local, mesh = copied(tensor.to_local()), tensor.device_mesh
+        return DTensor.from_local(
+            local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    if hasattr(tensor, "__tensor_flatten__") or not can_be_written(tensor) or not tensor.numel():
+        return tensor.clone()
+    # From the offset, not from `data_ptr`, which tensors without values lack: memory begins at a multiple of ALIGNMENT.
+    begin = tensor.storage_offset() % (ALIGNMENT // tensor.element_size())
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.new_empty(begin + reach + 1)
+    return memory.as_strided(tensor.shape, tensor.stride(), begin).copy_(tensor)
+
+
+def copied_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies the state of one tensor."""
+    return {name: copied(each) if isinstance(each, Tensor) else each for name, each in state.items()}

@@ -1,0 +1,267 @@
+"""`Guard`: no unsafe update reaches the weights of a user's own training loop, and a withheld step is explained.
+
+    guard = Guard(model, optimizer)
+    for x, y in loader:
+        guard.step(lambda x, y: loss_fn(model(x), y), batch=(x, y))
+
+A step runs forward and backward, judges loss and gradients, clips, and applies the update, or changes nothing at all.
+Its verdict is known before it returns, which takes one host read: on CUDA the host waits for the backward pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from stabletrain.errors import ConfigError
+from stabletrain.guard.attached_guard import AttachedGuard
+from stabletrain.guard.loop_guard import LoopGuard, guard_of
+from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, versions
+from stabletrain.guard.options import GuardOptions
+from stabletrain.guard.policy import SkipGuard
+from stabletrain.guard.repeat import repeat
+from stabletrain.guard.rerun import BegunStep
+from stabletrain.records import Number
+
+
+class Guard(LoopGuard):
+    """Guards a training loop.
+
+    Attributes:
+        last: the reading of the last step (`records.py`); None before the first. `last.applied` says whether the
+            update was applied: call `lr_scheduler.step()` only then.
+        updates: whether the guard runs the optimizer's step; an attached loop does so itself.
+        alarms: the slow spikes found so far; each is also printed.
+        rolled_back: number of steps whose batches the loop is to pass over, because the last step rolled back; else 0.
+
+    Args:
+        model: the model, also wrapped by DDP or `torch.compile`, or sharded by `fully_shard`; or a list of the tensors
+            that the loop trains.
+        optimizer: any `torch.optim.Optimizer` that holds only parameters of the model.
+        folder: receives a folder for each incident, `step-XXXXXXXX`; it is made when needed.
+        rollback: whether to keep snapshots, and go back to a healthy one if skipping steps does not help.
+        max_norm: largest gradient norm; larger gradients are scaled down, as by `clip_grad_norm_`. None: no clipping.
+        precision: `bf16` or `fp16` runs closures under autocast, fp16 with a loss scale; `fp32` and None do not.
+        scaler: the loop's own `torch.amp.GradScaler`. The guard scales the loss with it, steps and updates it.
+        loader: an object with `state_dict` and `load_state_dict`, which a rollback puts back.
+        checksum_every: updates between two checks that only steps changed weights, moments and buffers; 1
+            checks every update, 0 never. Use 0 if the loop itself changes them, for example clamps weights.
+        recheck_every: steps between two repetitions of a step's gradients, which must have the same bits
+            (`guard/repeat.py`); 0 for none. The closure must take the batch, and runs a second time.
+        check_update: whether updates of an optimizer that is not proven to keep weights and moments finite are checked,
+            and undone if they are not (`guard/checks/update_check.py`). It copies what such a step may write.
+        slow: what a slow spike does (`guard/policy/slow.py`): `off`, `alarm`, or with `rollback=True` `rollback`.
+        policy: a `SkipGuard` or `RollbackGuard` with limits of your own, in place of `rollback` and `slow`.
+        max_incidents: how many incidents are investigated; 0 for none.
+        max_seconds: approximate time limit for each.
+        keep_state: whether weights are saved with an incident that can be replayed from its folder.
+
+    Raises:
+        ConfigError: model and optimizer do not belong together, or an argument is out of bounds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Tensor],
+        optimizer: Optimizer,
+        *,
+        folder: str | Path = "incidents",
+        rollback: bool = False,
+        slow: str = "alarm",
+        max_norm: float | None = None,
+        precision: str | None = None,
+        scaler: GradScaler | None = None,
+        loader: Any = None,
+        policy: SkipGuard | None = None,
+        checksum_every: int = 0,
+        recheck_every: int = 0,
+        check_update: bool = True,
+        max_incidents: int = 10,
+        max_seconds: float = 120.0,
+        keep_state: bool = True,
+    ) -> None:
+        options = GuardOptions(
+            folder=folder,
+            rollback=rollback,
+            slow=slow,
+            max_norm=max_norm,
+            precision=precision,
+            scaler=scaler,
+            loader=loader,
+            policy=policy,
+            checksum_every=checksum_every,
+            recheck_every=recheck_every,
+            check_update=check_update,
+            max_incidents=max_incidents,
+            max_seconds=max_seconds,
+            keep_state=keep_state,
+        )
+        super().__init__(model, optimizer, options)
+        self._begun: BegunStep | None = None
+        self._rehearsed = False
+
+    @classmethod
+    def attach(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scaler: GradScaler | None = None,
+        criterion: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> "AttachedGuard":
+        """Guards a loop that cannot be edited: judges whenever the loop calls `optimizer.step()`.
+
+        The loop keeps its own forward, backward, clipping and loss scale. If it clips, one NaN has spread to every
+        gradient before the guard sees them; the step is withheld all the same.
+
+        Args:
+            scaler: the loop's own `GradScaler`; the loop calls `scaler.step(optimizer)` as before.
+            criterion: the module that computes the loop's loss, such as `nn.CrossEntropyLoss()`. With it, a loss that
+                is not finite is seen although its gradients are; not needed if the model returns its loss.
+            options: as for `Guard`, except `precision` and `max_norm`.
+
+        Returns:
+            the guard. Its `last.loss` is 0 if the loop's loss is not known.
+        """
+        return AttachedGuard(model, optimizer, GuardOptions(**options), scaler=scaler, criterion=criterion)
+
+    # ---- a step
+
+    def step(self, closure: Callable[..., Any], batch: Any = None, *, step: SupportsIndex | None = None) -> Tensor:
+        """Runs one step: forward, backward, judge, clip, and update, or nothing at all.
+
+        Args:
+            closure: runs the forward pass and returns the loss, a scalar. It must not call `backward`. It is run again
+                if the step is withheld.
+            batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`. With
+                the batch, the guard can also find the samples at fault. A closure without parameters gets none.
+            step: see `at`.
+
+        Returns:
+            the loss, 0-d, detached, on its device.
+
+        Raises:
+            ConfigError: the closure returned no scalar loss, or called `backward` or `optimizer.step` itself.
+            TrainingHalted: neither skipping nor rolling back ended the trouble.
+        """
+        if self._begun is not None:
+            raise ConfigError("guard.step() was called after guard.backward(): end such a step with guard.update()")
+        self.backward(closure, batch)
+        return self.update(step=step)
+
+    def backward(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
+        """Runs forward and backward of one micro-batch; `update` ends the step.
+
+        As in PyTorch, gradients add up: divide each loss by the number of micro-batches. Arguments, return value and
+        errors are those of `step`.
+        """
+        first = self._begun is None
+        if self._begun is None:
+            if guard_of(self._optimizer) is not self:
+                raise ConfigError("a newer Guard was made for this optimizer: use one guard for each optimizer")
+            self._begun = self._begin()
+        # Keep the closure with its batch: if the step is withheld, they run again.
+        begun, micro_batch = self._begun, MicroBatch(closure, in_new_containers(batch))
+        try:
+            begun.versions += versions(batch)
+            with self._scaling.autocast():
+                value = self._run(micro_batch, begun)
+            loss = loss_of(value)
+            if first and any(parameter.grad is not None for parameter in self._parameters):
+                raise ConfigError("the closure called .backward(): return the loss, and the guard differentiates it")
+            self._scaling.scale(loss).backward()
+        except BaseException:
+            self._begun = None  # the step is given up; the next one starts from the beginning
+            begun.buffers.put_back()  # such as the statistics of a batch norm
+            raise
+        begun.micro_batches.append(micro_batch)
+        begun.losses.append(loss.detach())
+        return loss.detach()
+
+    def _run(self, micro_batch: MicroBatch, begun: BegunStep) -> Any:
+        """Runs a closure. If it raises an error, logs the first non-finite values before it, a likely reason."""
+        try:
+            return micro_batch()
+        except ConfigError:
+            raise
+        except Exception as error:
+            failed = replace(begun, micro_batches=[*begun.micro_batches, micro_batch])
+            self._incidents.explain_error(error, self._rerun(failed, 1.0))
+            raise
+
+    def update(self, *, step: SupportsIndex | None = None) -> Tensor:
+        """Judges the step, clips, and applies the update, or changes nothing at all.
+
+        Args:
+            step: see `at`.
+
+        Returns:
+            the loss: the sum over the micro-batches, 0-d, detached.
+
+        Raises:
+            ConfigError: no `backward` came before, or no parameter got a gradient.
+            TrainingHalted: see `step`.
+        """
+        begun, self._begun = self._begun, None
+        if step is not None:
+            self.at(step)
+        if begun is None:
+            raise ConfigError("guard.update() was called without guard.backward() before it")
+        if all(parameter.grad is None for parameter in self._parameters):
+            raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
+        loss = sum(begun.losses[1:], begun.losses[0])
+        # Check the machine before the numbers are used: has memory changed since the last update, and does this step's
+        # gradient come out with the same bits a second time?
+        changed, recheck = self._state_changed(begun), self._recheck(begun)
+        # Judge on the unscaled, unclipped gradients; this waits for the device.
+        reading = self._count(self._judge_step(self._step + 1, loss, changed=changed, recheck=recheck))
+        try:
+            # Apply or withhold the update, and follow the policy's verdict on the step.
+            self._follow(begun, self._apply_if_open(begun, reading))
+        finally:
+            self._end_step()
+        return loss
+
+    def _recheck(self, begun: BegunStep) -> Number:
+        """Returns how far this step's gradients differ from a second computation, if that is due; else 0."""
+        recheck = self._policy.recheck
+        if self.last is not None and not self._rehearsed:  # the step before this one has made the moments
+            self._rehearsed = True
+            recheck.rehearse(self._step)
+        if not recheck.repeats(self._step) or self._agreement.ranks.distributed:
+            return 0.0
+        return repeat(recheck, self._rerun(begun, float(self._scaling.loss_scale())), self._step)
+
+    def _apply(self) -> bool:
+        """Applies the update; returns whether it stays: one that is not finite is undone."""
+        lengths, scaling = self._policy.lengths, self._scaling
+        before, kept = lengths.before(self._model), self._copies()
+        scale = None if kept is None else scaling.saved()
+        with self._update(kept):
+            scaling.update(self._optimizer, True, False)
+        if not self._keep_or_undo(kept):
+            scaling.put_back(scale)
+            return False
+        # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.
+        self._states.lengths = [*lengths.after(before, summed).values()]
+        return True
+
+    def _run_optimizer_step(self) -> None:
+        self._optimizer.step()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned. Snapshots are not part of it: the next step takes a new one."""
+        super().load_state_dict(state)
+        self._begun = None
+
+
+def summed(values: Tensor) -> Tensor:
+    """Returns the elementwise sum over the ranks, of sharded parameters."""
+    dist.all_reduce(values)
+    return values

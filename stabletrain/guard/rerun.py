@@ -1,0 +1,210 @@
+"""Runs a step's closures again on the live model, from where the step began, and restores everything.
+
+A withheld step left the weights as they were. Its forward and backward pass changed buffers, random generators and
+gradients: these are recorded before the step and set for the rerun. Afterwards everything has the values from before
+the rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are gathered as in training.
+"""
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.buffers import SavedBuffers, buffers_of
+from stabletrain.checkpoint.tree import local_part
+from stabletrain.guard.agreement import wrappers
+from stabletrain.guard.gradients import gradients, measure
+from stabletrain.guard.micro_batch import MicroBatch, loss_of
+from stabletrain.guard.scaling import Scaling
+from stabletrain.machine.compiling import uncompiled
+from stabletrain.machine.determinism import Generators
+from stabletrain.machine.untouched import untouched
+from stabletrain.stability.precision.kernels import ieee_kernels
+
+
+@dataclass
+class BegunStep:
+    """A step that has begun: its state before the first forward pass, and its micro-batches so far.
+
+    Attributes:
+        micro_batches: the closures with their batches, in order.
+        losses: of each, 0-d, on the device.
+        after_forward: the buffers' values from before an update that was undone; None if none was.
+        autocast: dtype of an autocast that the loop has entered around the guard; None for none.
+        versions: the batches' tensors, each with its version from before the closure, which shows whether it changed.
+    """
+
+    generators: Generators
+    buffers: SavedBuffers
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    after_forward: SavedBuffers | None = None
+    autocast: torch.dtype | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind = self.generators.device.type
+        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class RerunResult(NamedTuple):
+    """The result of a rerun.
+
+    Attributes:
+        loss: sum over the micro-batches.
+        losses: of each micro-batch.
+        grad_norm: of the unscaled gradients; NaN if there was no backward pass.
+        gradients: of the parameters that the optimizer updates, in order; None for those without.
+    """
+
+    loss: float
+    losses: list[float]
+    grad_norm: float
+    gradients: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """What is needed to run the closures of a step again.
+
+    Attributes:
+        model: the user's own module, without wrappers.
+        outer: the model as the user gave it, with the wrappers of DDP and the compiler.
+        parameters: those that the optimizer updates.
+        scaling: gives the autocast context.
+        begun: the step's state before it, and its micro-batches.
+        loss_scale: the step's.
+    """
+
+    model: nn.Module
+    outer: nn.Module
+    parameters: list[Tensor]
+    scaling: Scaling
+    begun: BegunStep
+    loss_scale: float
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch] | None = None,
+        *,
+        true_fp32: bool = False,
+        weights: Mapping[str, Any] | None = None,
+        backward: bool = True,
+        watched_by: AbstractContextManager | None = None,
+    ) -> RerunResult:
+        """Runs forward and backward of the step; afterwards everything is as it was.
+
+        Args:
+            micro_batches: closures and batches; None for the step's own.
+            true_fp32: without autocast, loss scale and TF32, with parameters in fp32.
+            weights: values for parameters by name; None for the present ones.
+            backward: whether to compute gradients.
+            watched_by: a context around forward and backward only, such as a trace.
+        """
+        # Gradients of other models must not change; FSDP2's own backward pass needs all.
+        own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        own = None if any(hasattr(parameter, "to_local") for parameter in own) else own
+        scale = 1.0 if true_fp32 else self.loss_scale
+        losses: list[Tensor] = []
+        with self._at_beginning(weights), uncompiled(), torch.enable_grad():
+            numbers = in_true_fp32(self.model) if true_fp32 else self._entered()
+            with numbers, watched_by or contextlib.nullcontext():
+                for micro_batch in self.begun.micro_batches if micro_batches is None else micro_batches:
+                    with contextlib.nullcontext() if true_fp32 else self.scaling.autocast():
+                        loss = loss_of(micro_batch())
+                    if backward:
+                        (loss * scale if scale != 1.0 else loss).backward(inputs=own)
+                    losses.append(loss.detach())
+            found = gradients(self.parameters)
+            if scale != 1.0 and found:
+                torch._foreach_div_(found, scale)
+            norm = float(measure(found, [])[0].total) if found else float("nan")
+            each = [parameter.grad for parameter in self.parameters]
+        total = sum(losses[1:], losses[0]).float()
+        return RerunResult(float(total), [float(loss) for loss in losses], norm, each)
+
+    def _entered(self) -> AbstractContextManager:
+        """Returns the autocast that the loop has entered around the guard, or a context without effect."""
+        dtype = self.begun.autocast
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.begun.generators.device.type, dtype)
+
+    @contextlib.contextmanager
+    def _at_beginning(self, weights: Mapping[str, Any] | None) -> Generator[None]:
+        """Sets buffers and generators to the beginning of the step; restores everything on exit."""
+        begun = self.begun
+        device = begun.generators.device
+        with untouched(self.model, device):
+            buffers_of(self.model).restore_(begun.buffers, torch.zeros((), dtype=torch.bool, device=device))
+            torch.clear_autocast_cache()  # it may hold casts of other weights
+            try:
+                with without_communication(self.outer), with_weights(self.model, weights or {}):
+                    begun.generators.set()
+                    yield
+            finally:
+                torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def without_communication(model: nn.Module) -> Generator[None]:
+    """A context in which ranks of DDP do not communicate."""
+    with contextlib.ExitStack() as stack:
+        for wrapper in wrappers(model):
+            stack.enter_context(wrapper.no_sync())
+            stack.callback(setattr, wrapper, "require_forward_param_sync", wrapper.require_forward_param_sync)
+            wrapper.require_forward_param_sync = False
+        yield
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def with_weights(model: nn.Module, values: Mapping[str, Any]) -> Generator[None]:
+    """A context in which parameters have other values; their own bits are restored on exit."""
+    live = {name: local_part(tensor) for name, tensor in model.named_parameters() if name in values}
+    own = {name: tensor.clone() for name, tensor in live.items()}
+    try:
+        for name, tensor in live.items():
+            tensor.copy_(local_part(values[name]))
+        yield
+    finally:
+        for name, tensor in live.items():
+            tensor.copy_(own[name])
+
+
+@contextlib.contextmanager
+def in_true_fp32(model: nn.Module) -> Generator[None]:
+    """A context without autocast and TF32, in which fp16 and bf16 parameters and buffers are fp32."""
+    narrow = (torch.float16, torch.bfloat16)
+    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.dtype in narrow and not hasattr(t, "to_local")]
+    own = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        with ieee_kernels(), without_autocast():
+            yield
+    finally:
+        for tensor, data in zip(tensors, own, strict=True):
+            tensor.data = data
+
+
+@contextlib.contextmanager
+def without_autocast() -> Generator[None]:
+    """A context in which every `torch.autocast`, also one that the user's code enters, does nothing."""
+    enter = torch.autocast.__enter__
+
+    def disabled(context: Any) -> Any:
+        context._enabled, wanted = False, context._enabled
+        try:
+            return enter(context)
+        finally:
+            context._enabled = wanted
+
+    torch.autocast.__enter__ = disabled  # ty: ignore[invalid-assignment]
+    try:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # one that is entered already
+            yield
+    finally:
+        torch.autocast.__enter__ = enter

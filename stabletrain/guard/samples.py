@@ -1,0 +1,203 @@
+"""The samples of a user's batch: which hold bad values, and which make the step fail.
+
+A batch may be any nesting of tuples, lists and mappings with tensors. Tensors that have the batch's size as their first
+dimension hold one sample in each row; others belong to the whole batch.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stabletrain.forensics.diagnosis.evidence import LargestInput
+from stabletrain.forensics.probes.samples import MAX_LISTED, Trials, first_place
+from stabletrain.guard.micro_batch import MicroBatch, map_tensors, named_tensors
+from stabletrain.guard.rerun import Rerun
+
+CHEAP_SECONDS = 5.0
+"""Seconds for which the search for samples goes on, however many passes it takes."""
+
+LABEL_NAMES = ("label", "labels", "target", "targets", "y")
+"""Last parts of the names of tensors that hold labels."""
+
+
+def sample_count(batch: Any) -> int:
+    """Returns the number of samples: the most common first dimension of the tensors; 0 if there is none."""
+    sizes = [tensor.shape[0] for _, tensor in named_tensors(batch) if tensor.ndim]
+    return max(sizes, key=lambda size: (sizes.count(size), -sizes.index(size)), default=0)
+
+
+def has_rows(tensor: Tensor, size: int) -> bool:
+    """Returns whether a tensor holds one sample in each row."""
+    return tensor.ndim > 0 and len(tensor) == size
+
+
+class Row(NamedTuple):
+    """A sample: the micro-batch it is in, and its row there."""
+
+    micro_batch: int
+    row: int
+
+
+def rows_of(micro_batches: Sequence[MicroBatch]) -> list[Row]:
+    """Returns all samples of a step's micro-batches, in order."""
+    return [Row(number, row) for number, each in enumerate(micro_batches) for row in range(sample_count(each.batch))]
+
+
+def place_of(index: int, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
+    """Returns in which micro-batch and row a sample of the step is; empty if there is one micro-batch only."""
+    if len(micro_batches) < 2:
+        return {}
+    return rows_of(micro_batches)[index]._asdict()
+
+
+def bad_samples(micro_batches: Sequence[MicroBatch], usual: Sequence[MicroBatch]) -> list[dict[str, Any]]:
+    """Returns the samples that hold NaN or Inf, as `forensics/probes/samples.py` does.
+
+    Args:
+        usual: micro-batches of a step that was applied. A tensor that holds NaN or Inf here uses them as marks, for
+            example of missing values, and is not reported.
+    """
+    tensors_of_usual = [pair for each in usual for pair in named_tensors(each.batch)]
+    allowed = {name for name, tensor in tensors_of_usual if not_finite(tensor).any()}
+    found: dict[int, dict[str, Any]] = {}
+    start = 0
+    for micro_batch in micro_batches:
+        size, tensors = sample_count(micro_batch.batch), named_tensors(micro_batch.batch)
+        for name, tensor in tensors:
+            bad = not_finite(tensor)
+            if name in allowed or not has_rows(tensor, size) or not bad.any():
+                continue
+            label = name.rpartition(".")[2].lower() in LABEL_NAMES or (len(tensors) > 1 and name == tensors[-1][0])
+            for row in bad.reshape(size, -1).any(1).nonzero().flatten().tolist():
+                mine = bad[row]
+                what = f"{tensor_name(name)} holds {int(mine.sum())} of {mine.numel()} values that are NaN or Inf"
+                fault = {"fault": "label" if label else "input", "what": f"{what}, the first{first_place(mine)}"}
+                found.setdefault(start + row, {"index": start + row, **place_of(start + row, micro_batches), **fault})
+        start += size
+    return [found[index] for index in sorted(found)][:MAX_LISTED]
+
+
+def without_bad_values(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Returns the same micro-batches with 0 in place of every NaN and Inf."""
+
+    def cleaned(tensor: Tensor) -> Tensor:
+        return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
+
+    return [MicroBatch(each.closure, map_tensors(cleaned, each.batch)) for each in micro_batches]
+
+
+def tensor_name(name: str) -> str:
+    """Names a tensor of a batch in words."""
+    if not name:
+        return "it"
+    return f"element {name} of the batch" if name.isdigit() else f"'{name}' of the batch"
+
+
+def not_finite(tensor: Tensor) -> Tensor:
+    """Returns where a tensor is NaN or Inf, on the host."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=torch.bool)
+    return (~torch.isfinite(tensor.detach())).cpu()
+
+
+def largest_input(micro_batches: Sequence[MicroBatch], usual: Sequence[MicroBatch]) -> LargestInput | None:
+    """Returns the sample with the largest input, and the largest of another step; None for integers."""
+    sizes = [sample_sizes(each.batch) for each in micro_batches]
+    others = [sample_sizes(each.batch) for each in usual]
+    if not others or any(each is None for each in [*sizes, *others]):
+        return None
+    each, elsewhere = torch.cat([s for s in sizes if s is not None]), torch.cat([s for s in others if s is not None])
+    index = int(each.argmax())
+    return LargestInput({"index": index, **place_of(index, micro_batches)}, float(each[index]), float(elsewhere.max()))
+
+
+def sample_sizes(batch: Any) -> Tensor | None:
+    """Returns the largest magnitude of each sample in a batch's first tensor; None if this holds integers."""
+    first = next((tensor for _, tensor in named_tensors(batch) if has_rows(tensor, sample_count(batch))), None)
+    if first is None or not first.is_floating_point() or not first.numel():
+        return None
+    return first.detach().abs().reshape(len(first), -1).amax(1).float().cpu()
+
+
+def with_samples(batch: Any, rows: Sequence[int], filler: Any) -> Any:
+    """Returns a batch with only these samples: the others are replaced by those of `filler`, or left out if None."""
+    size = sample_count(batch)
+    kept = torch.zeros(size, dtype=torch.bool)
+    kept[list(rows)] = True
+    others = iter([tensor for _, tensor in named_tensors(filler)])
+
+    def chosen(tensor: Tensor) -> Tensor:
+        other = next(others, None)
+        if not has_rows(tensor, size):
+            return tensor
+        if other is None:
+            return tensor[kept.to(tensor.device)]
+        mask = kept.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1))
+        return torch.where(mask, tensor, other.to(tensor.device))
+
+    return map_tensors(chosen, batch)
+
+
+def can_replace(batch: Any, other: Any) -> bool:
+    """Returns whether two batches hold tensors of the same names, shapes and dtypes, in different memory."""
+
+    def form(value: Any) -> list[Any]:
+        return [(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors(value)]
+
+    def memory(value: Any) -> list[int]:
+        return [tensor.data_ptr() for _, tensor in named_tensors(value)]
+
+    return form(batch) == form(other) and memory(batch) != memory(other)
+
+
+class BatchTrials(Trials):
+    """Runs a step of a user's loop with some of its samples."""
+
+    def __init__(self, rerun: Rerun, usual: Sequence[MicroBatch], deadline: float) -> None:
+        self._rerun, self._micro_batches = rerun, rerun.begun.micro_batches
+        self._rows = rows_of(self._micro_batches)
+        super().__init__(len(self._rows), deadline)
+        self._cheap_until = time.monotonic() + CHEAP_SECONDS
+        fits = len(usual) == len(self._micro_batches) and all(
+            can_replace(mine.batch, other.batch) for mine, other in zip(self._micro_batches, usual, strict=True)
+        )
+        self._fillers = [each.batch for each in usual] if fits else [None] * len(self._micro_batches)
+
+    def can_go_on(self, passes: int) -> bool:
+        """Passes of a small model are cheap: for `CHEAP_SECONDS`, any number is allowed."""
+        return super().can_go_on(passes) or time.monotonic() < min(self._cheap_until, self.deadline)
+
+    def whole(self) -> Sequence[MicroBatch]:
+        """Returns the micro-batches of the step."""
+        return self._micro_batches
+
+    def run(self, batches: Sequence[MicroBatch]) -> Sequence[float]:
+        """See `Trials`."""
+        found = self._rerun.run(batches, backward=not self.forward_only)
+        return [found.loss] if self.forward_only else [found.loss, found.grad_norm]
+
+    def find_filler(self) -> bool:
+        """See `Trials`."""
+        if any(filler is None for filler in self._fillers) or not self.can_go_on(1):
+            return True
+        pairs = zip(self._micro_batches, self._fillers, strict=True)
+        verdict = self.fails([MicroBatch(each.closure, filler) for each, filler in pairs])
+        if verdict is None:
+            self._fillers = [None] * len(self._micro_batches)
+        return not verdict
+
+    def fails_with(self, rows: Sequence[int]) -> bool | None:
+        """See `Trials`. Without a filler, micro-batches that hold none of these samples are left out."""
+        mine: dict[int, list[int]] = {}
+        for index in rows:
+            mine.setdefault(self._rows[index].micro_batch, []).append(self._rows[index].row)
+        return self.fails(
+            [
+                MicroBatch(each.closure, with_samples(each.batch, mine.get(number, []), filler))
+                for number, (each, filler) in enumerate(zip(self._micro_batches, self._fillers, strict=True))
+                if filler is not None or number in mine  # a filled micro-batch draws the same random numbers
+            ]
+        )

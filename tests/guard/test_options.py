@@ -1,0 +1,41 @@
+"""A guard builds its policy from its options, and never changes a policy that the user gave."""
+
+import pytest
+
+from stabletrain.errors import ConfigError
+from stabletrain.guard.options import GuardOptions
+from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard
+from tests.guard.given import Loop, batches
+from tests.guard.test_step_numbers import spoilt
+
+
+@pytest.mark.parametrize("make", [SkipGuard, RollbackGuard])
+def test_the_users_own_policy_never_changes(tmp_path, make):
+    policy, untouched = make(sigma=5.0), make(sigma=5.0)
+    loop = Loop(tmp_path, policy=policy, checksum_every=1, recheck_every=2, check_update=False, max_incidents=0)
+    loop.run([*batches(3), spoilt(batches(1)[0]), *batches(3)])
+    assert loop.guard.skipped == 1
+    assert type(policy.recheck) is type(untouched.recheck)
+    assert str(policy.state_dict()) == str(untouched.state_dict())
+    assert policy.state_check.every == untouched.state_check.every
+    assert type(policy.update_check) is type(untouched.update_check)
+
+
+def test_two_guards_with_one_policy_count_apart(tmp_path):
+    policy = SkipGuard(max_consecutive=9)
+    first, second = (Loop(tmp_path / name, policy=policy, max_incidents=0) for name in ("a", "b"))
+    first.run([spoilt(batches(1)[0])])
+    assert (first.guard.skipped, second.guard.skipped) == (1, 0)
+
+
+def test_the_policy_of_the_options_has_the_users_limits():
+    chosen = GuardOptions(policy=SkipGuard(sigma=2.5), checksum_every=4, check_update=False).make_policy()
+    assert (chosen.sigma, chosen.state_check.every) == (2.5, 4)
+    assert type(chosen.update_check) is type(NoGuard().update_check)
+    assert isinstance(GuardOptions(rollback=True).make_policy(), RollbackGuard)
+
+
+@pytest.mark.parametrize("name", ["checksum_every", "recheck_every"])
+def test_a_negative_interval_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"Guard\({name}=-1\) is below 0"):
+        GuardOptions(**{name: -1})

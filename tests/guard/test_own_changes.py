@@ -1,0 +1,144 @@
+"""What a loop does to its state itself: it raises, loads, replaces a parameter, sets a rate to NaN."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.errors import TrainingHalted
+from stabletrain.guard.guard import Guard
+
+
+def loop(tmp_path, **options):
+    """Returns a model with a batch norm, its optimizer and its guard, which looks at the memory before every step."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, Guard(model, optimizer, folder=tmp_path, checksum_every=1, **options)
+
+
+def batch(number=0):
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
+
+
+def values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_closure_that_raises_leaves_the_buffers_as_they_were(tmp_path, error):
+    model, _, guard = loop(tmp_path)
+
+    def closure(x):
+        return model(x).square().mean()
+
+    def broken(x):
+        model(x)
+        raise error("in the closure")
+
+    guard.step(closure, batch())
+    before = values(model)
+    with pytest.raises(error):
+        guard.step(broken, batch(1))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    guard.step(closure, batch(2))
+    assert guard.last.applied
+    assert not guard.incidents
+    assert guard.machine_faults == 0
+
+
+def test_an_error_in_a_later_micro_batch_gives_up_the_whole_step(tmp_path):
+    model, _, guard = loop(tmp_path)
+    guard.step(lambda x: model(x).square().mean(), batch())
+    before = values(model)
+    guard.backward(lambda x: model(x).square().mean(), batch(1))
+    with pytest.raises(ZeroDivisionError):
+        guard.backward(lambda x: model(x).mean() / 0 + 1 / 0, batch(2))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+LOADS = {
+    "the model": lambda model, optimizer, saved: model.load_state_dict(saved[0]),
+    "a module of it": lambda model, optimizer, saved: model[0].load_state_dict(
+        {name[2:]: value for name, value in saved[0].items() if name.startswith("0.")}
+    ),
+    "the optimizer": lambda model, optimizer, saved: optimizer.load_state_dict(saved[1]),
+}
+
+
+@pytest.mark.parametrize("rollback", [False, True])
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_what_a_loop_loads_is_no_memory_fault(tmp_path, load, rollback):
+    model, optimizer, guard = loop(tmp_path, rollback=rollback)
+    for number in range(3):
+        guard.step(lambda x: model(x).square().mean(), batch(number))
+        if number == 0:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    load(model, optimizer, saved)
+    before = values(model)
+    guard.step(lambda x: model(x).square().mean(), batch(3))
+    assert guard.last.applied
+    assert not guard.incidents
+    assert not torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_a_loop_tells_what_it_copies_by_hand(tmp_path):
+    model, _, guard = loop(tmp_path)
+    guard.step(lambda x: model(x).square().mean(), batch())
+    with torch.no_grad():
+        model[0].weight.copy_(torch.ones(4, 3))
+    guard.state_replaced()
+    guard.step(lambda x: model(x).square().mean(), batch(1))
+    assert guard.last.applied
+    with torch.no_grad():
+        model[0].weight.copy_(torch.zeros(4, 3))
+    with pytest.raises(TrainingHalted, match="not what the last update left"):  # it was not told
+        guard.step(lambda x: model(x).square().mean(), batch(2))
+
+
+def test_a_guarded_model_is_copied_and_pickled_without_its_guard(tmp_path):
+    model, optimizer, guard = loop(tmp_path)
+    guard.step(lambda x: model(x).square().mean(), batch())
+    average = copy.deepcopy(model)
+    average.load_state_dict(model.state_dict())
+    assert not guard._loads.noticed
+    assert pickle.loads(pickle.dumps(model)).state_dict().keys() == model.state_dict().keys()
+    copy.deepcopy(optimizer.state_dict())
+
+
+def test_a_parameter_that_was_replaced_is_named_once(tmp_path, caplog):
+    model, _, guard = loop(tmp_path)
+    guard.step(lambda x: model(x).square().mean(), batch())
+    model[0].weight = nn.Parameter(torch.ones(4, 3))
+    for number in range(3):
+        guard.step(lambda x: model(x).square().mean(), batch(number))
+    said = caplog.text
+    assert said.count("step 2: 0.weight: replaced since the optimizer was made") == 1
+    assert said.count("replaced since") == 1
+
+
+def test_a_frozen_parameter_is_no_replaced_one(tmp_path, caplog):
+    model, _, guard = loop(tmp_path)
+    guard.step(lambda x: model(x).square().mean(), batch())
+    model[0].requires_grad_(False)
+    guard.step(lambda x: model(x).square().mean(), batch(1))
+    assert "replaced" not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay"])
+def test_a_setting_of_nan_is_held_back_and_named(tmp_path, key):
+    model, optimizer, guard = loop(tmp_path)
+    for number in range(4):
+        before = values(model)
+        right, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], float("nan")
+        if number != 2:
+            optimizer.param_groups[0][key] = right
+        guard.step(lambda x: model(x).square().mean(), batch(number))
+        optimizer.param_groups[0][key] = right
+        assert guard.last.applied == (number != 2)
+        if number == 2:
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    [incident] = guard.incidents
+    assert incident.cause == "bad_setting"
+    assert key in incident.verdict
