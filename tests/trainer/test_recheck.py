@@ -11,9 +11,10 @@ import stabletrain
 from stabletrain.errors import TrainingHalted
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler
+from stabletrain.guard import RollbackGuard, SkipGuard
+from stabletrain.guard.checks import recheck, repeats, update_check
 from stabletrain.guard.checks.recheck import LEARNING_REPEATS
 from stabletrain.guard.checks.repeats import OneTensor
-from stabletrain.guard.policy import RollbackGuard, SkipGuard, recheck, repeats, update_check
 from stabletrain.stability import precision as precisions
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer import incidents
