@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from stabletrain.forensics.agreement import NotInvestigated, one_line_of
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Damage, Evidence, RunSettings
+from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
+from stabletrain.forensics.facts import Damage, Outcome, same_bits
 from stabletrain.forensics.probes.state import damaged, drift, update_length
-from stabletrain.forensics.replay import Outcome, same_bits
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import Origin, find_origin
 from stabletrain.forensics.trace.recorder import OpRecord

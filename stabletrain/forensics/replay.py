@@ -14,56 +14,24 @@ buffers, gradients, random generators, modes, hooks and kernel settings unchange
 
 import contextlib
 import math
-import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from stabletrain.errors import StabletrainError
+from stabletrain.forensics.facts import Outcome, compare
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compile_, compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
-from stabletrain.records import Batch, RankPart, Reading, TrainState
+from stabletrain.records import Batch, TrainState
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.kernels import ieee_kernels
 from stabletrain.step import compute
 from stabletrain.tools import Tools
-
-ROUNDING = 0.05
-"""Relative difference up to which a rank's replay agrees with its part of the step.
-
-The replay may run other kernels than the step, because it is not compiled and not sharded. A fault that makes a step a
-spike changes the numbers of its rank far more.
-"""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a replay. If it was not run, every field except `not_run` is None.
-
-    Attributes:
-        finite: whether loss and gradient norm are finite.
-        loss, grad_norm: as in a reading: mean over the step, before clipping.
-        bitwise_equal_to_reading: for `same`, whether loss and gradient norm equal the step's; None for other variants,
-            and if the bits are not comparable, for example because only the step was compiled. False proves a hardware
-            fault only with `determinism=strict`. On several ranks, the rank's own part is compared: None if it agrees
-            within `ROUNDING`, False if it does not.
-        zero_gradients: share of gradient elements that are exactly 0, in [0, 1].
-        seconds: duration of the replay.
-        not_run: why the replay was not run; empty if it was.
-    """
-
-    finite: bool | None = None
-    loss: float | None = None
-    grad_norm: float | None = None
-    bitwise_equal_to_reading: bool | None = None
-    zero_gradients: float | None = None
-    seconds: float | None = None
-    not_run: str = ""
 
 
 class ReplayInputs(NamedTuple):
@@ -201,23 +169,6 @@ def outcome_of(run: Callable[[], tuple[float, float, float]], deadline: float) -
     return Outcome(finite, loss, norm, None, zeros, time.monotonic() - began)
 
 
-def compare(loss: float, norm: float, reading: Reading | None, part: RankPart | None, comparable: bool) -> bool | None:
-    """Compares an unchanged replay with the step; see `Outcome.bitwise_equal_to_reading`.
-
-    Args:
-        loss, norm: of the replay.
-        reading: the step's; None if unknown.
-        part: this rank's own part of the step; None in a single process.
-        comparable: whether the bits must be equal.
-    """
-    if part is not None:
-        agrees = nearly_equal(loss, part.loss) and (part.grad_norm is None or nearly_equal(norm, part.grad_norm))
-        return None if agrees else False
-    if reading is None or not comparable:
-        return None
-    return same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm)
-
-
 def forward_backward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:
     """Runs forward and backward of step number `step` on a copy of the model.
 
@@ -233,15 +184,3 @@ def forward_backward(model: nn.Module, batches: list[Batch], tools: Tools, step:
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
     count = sum(gradient.numel() for gradient in gradients)
     return float(computed.terms.total), float(computed.norms.total), zeros / max(count, 1)
-
-
-def nearly_equal(a: float, b: float) -> bool:
-    """Whether two numbers differ by rounding only; all non-finite numbers count as equal."""
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.isfinite(a) == math.isfinite(b)
-    return math.isclose(a, b, rel_tol=ROUNDING, abs_tol=1e-12)
-
-
-def same_bits(a: float, b: float) -> bool:
-    """Whether two numbers are bitwise equal; all NaNs count as equal."""
-    return struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))

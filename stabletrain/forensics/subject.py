@@ -13,23 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.forensics.diagnosis.evidence import LargestInput
+from stabletrain.forensics.facts import Culprits, LargestInput, Outcome
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
-from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_culprits, identity_of
+from stabletrain.forensics.probes.samples import bad_samples, find_culprits, identity_of
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow, underflow
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import (
-    VARIANTS,
-    CompiledCopy,
-    Outcome,
-    forward_backward,
-    in_true_fp32,
-    replay,
-    runs_compiled,
-)
-from stabletrain.forensics.repro import Repro, save_batch, save_repro
+from stabletrain.forensics.replay import VARIANTS, CompiledCopy, forward_backward, in_true_fp32, replay, runs_compiled
+from stabletrain.forensics.repro import Repro, save_repro, tensors_in
+from stabletrain.forensics.saved_step import write_batch
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.checks.recheck import Finding
 from stabletrain.monitors.probe import measure_forward
@@ -231,6 +224,6 @@ class StepSubject(Subject):
     def save(self, folder: Path) -> None:
         """Writes weights and batch; the batch only, if the step cannot be replayed."""
         if self.can_update:
-            save_batch(folder, self.repro.batch)
+            write_batch(folder, tensors_in(self.repro.batch))
         else:
             save_repro(folder, self.repro)

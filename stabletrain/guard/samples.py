@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stabletrain.forensics.diagnosis.evidence import LargestInput
+from stabletrain.forensics.facts import LargestInput
 from stabletrain.forensics.probes.samples import MAX_LISTED, Trials, first_place
 from stabletrain.guard.micro_batch import MicroBatch, map_tensors, named_tensors
 from stabletrain.guard.rerun import Rerun

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.forensics.diagnosis.evidence import LargestInput
+from stabletrain.forensics.facts import Culprits, LargestInput, Outcome, compare
+from stabletrain.forensics.model_copy import is_compiled
 from stabletrain.forensics.probes.attention_scores import Scores
-from stabletrain.forensics.probes.samples import Culprits, find_by_bisection
+from stabletrain.forensics.probes.samples import find_by_bisection
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import NotPossible, Outcome, compare, outcome_of
-from stabletrain.forensics.repro import is_compiled
+from stabletrain.forensics.replay import NotPossible, outcome_of
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace

@@ -10,11 +10,11 @@ from torch import nn
 
 from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.agreement import NotInvestigated
+from stabletrain.forensics.facts import same_bits
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.samples import MAX_LISTED, bad_samples, describe
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
-from stabletrain.forensics.replay import same_bits
 from stabletrain.forensics.repro import Repro
 from stabletrain.guard.checks.copies import put_back_after
 from stabletrain.guard.checks.recheck import repeats_exactly

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
-from stabletrain.forensics.repro import copy_of_model, with_loss_scale
+from stabletrain.forensics.model_copy import copy_of_model, with_loss_scale
 from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.checks.recheck import Finding, NoRecheck, repeats_exactly
 from stabletrain.machine import hardware

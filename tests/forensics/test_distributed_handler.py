@@ -7,7 +7,6 @@ import pytest
 
 from stabletrain.forensics import distributed_handler
 from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Damage, LargestInput
 from stabletrain.forensics.distributed_handler import (
     DistributedIncidentHandler,
     RankEvidence,
@@ -18,6 +17,7 @@ from stabletrain.forensics.distributed_handler import (
     step_was_bad,
     write_together,
 )
+from stabletrain.forensics.facts import Damage, LargestInput
 from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.investigate import Findings, IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault

@@ -10,8 +10,9 @@ import torch
 import stabletrain.trainer.loop
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
+from stabletrain.forensics.facts import nearly_equal
 from stabletrain.forensics.probes.samples import find_culprits
-from stabletrain.forensics.replay import VARIANTS, nearly_equal, replay
+from stabletrain.forensics.replay import VARIANTS, replay
 from stabletrain.forensics.repro import load_repro, save_repro
 from stabletrain.records import Batch, RankPart
 from stabletrain.step import compute

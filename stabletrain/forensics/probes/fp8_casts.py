@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.forensics.replay import Outcome, forward_backward, outcome_of, same
+from stabletrain.forensics.facts import Outcome
+from stabletrain.forensics.replay import forward_backward, outcome_of, same
 from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.trace.callers import Caller, Callers
 from stabletrain.forensics.trace.values import dense, is_scaled_fp8, storage, tensors

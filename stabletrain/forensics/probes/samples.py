@@ -9,12 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stabletrain.forensics.facts import Culprits
 from stabletrain.forensics.replay import forward_backward
 from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.forward import isolated
@@ -108,23 +109,6 @@ def describe(samples: Sequence[Mapping[str, Any]], batch: str = "the batch") -> 
     where = f" ({first['source']})" if "source" in first else f" (id {first['id']})" if "id" in first else ""
     more = f", and {len(samples) - 1} more" if len(samples) > 1 else ""
     return f"{who}{first['what']}{where}{more}"
-
-
-@dataclass(frozen=True)
-class Culprits:
-    """The smallest part of a batch found to make its step non-finite.
-
-    Attributes:
-        samples: indices in the batch, in order; empty if the step is finite or could not be replayed.
-        alone: whether each sample fails by itself. Otherwise they fail only together, or the search was cut off.
-        passes: how often the model was run.
-        others_too: whether another batch fails as well, so that no sample is to blame.
-    """
-
-    samples: list[int]
-    alone: bool
-    passes: int
-    others_too: bool = False
 
 
 def find_culprits(repro: Repro) -> Culprits:

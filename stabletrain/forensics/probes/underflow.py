@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from stabletrain.forensics.model_copy import is_scaled
 from stabletrain.forensics.replay import ReplayInputs, forward_backward, fp32, same
-from stabletrain.forensics.repro import Repro, is_scaled
+from stabletrain.forensics.repro import Repro
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.precision.fp8_linear import Fp8Linears
 from stabletrain.stability.precision.kernels import ieee_kernels
