@@ -33,8 +33,8 @@ from stabletrain.config.rules import CHOSEN_PARTS
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 from stabletrain.forensics import saved_step as files
 from stabletrain.forensics.incident_list import read
-from stabletrain.forensics.replay import replay
 from stabletrain.forensics.repro import load_repro
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.forensics.user_code import compare
 from stabletrain.guard import NoGuard
 from stabletrain.guard.saved_step import holds_loop_step, replay_loop_step
@@ -170,7 +170,7 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
     # otherwise keep the step's own scale
     if options.precision.node.get("init_scale") != recorded.precision.get("init_scale"):
         repro = replace(repro, loss_scale=float(tools.precision.loss_scale()))
-    outcome = replay(repro, "same")
+    outcome = StepSubject(repro).replay("same")
     if outcome.not_run:
         raise StabletrainError(f"{folder}: the step cannot be replayed: {outcome.not_run}")
     known = files.read(folder)[files.STATE]["parameters"]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from stabletrain.forensics.facts import Outcome
 from stabletrain.forensics.investigate import Findings
-from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.report import report
+from stabletrain.forensics.rerun import VARIANTS
 from stabletrain.forensics.saved_step import BATCH, STATE, STEP
 from stabletrain.forensics.subject import Subject
 from stabletrain.printable import printable

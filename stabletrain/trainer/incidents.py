@@ -16,6 +16,7 @@ from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.samples import MAX_LISTED, bad_samples, describe
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.guard.checks.copies import put_back_after
 from stabletrain.guard.checks.recheck import repeats_exactly
 from stabletrain.guard.checks.state_check import NoStateCheck
@@ -202,7 +203,7 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
             classes=executed.classes,
             tick=run.state.executed_steps,
         )
-        filed = run.forensics.handler.handle(request, lambda: make_repro(run, executed, reading), states)
+        filed = run.forensics.handler.handle(request, lambda: StepSubject(make_repro(run, executed, reading)), states)
     except NotInvestigated as error:
         tracker.event("not_investigated", reading.step, tick=run.state.executed_steps, kind=kind, reason=str(error))
         tracker.note(f"step {reading.step}: this incident is not investigated: {error}")

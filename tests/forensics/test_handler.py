@@ -18,7 +18,7 @@ from stabletrain.forensics import saved_step as files
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.investigate import IncidentRequest
-from stabletrain.forensics.replay import VARIANTS
+from stabletrain.forensics.rerun import VARIANTS
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.parallel.whole import WholeState
 from stabletrain.trainer.build import build

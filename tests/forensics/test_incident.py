@@ -20,8 +20,8 @@ from stabletrain.forensics.incident import NOT_NEEDED, Execution, as_json, file_
 from stabletrain.forensics.incident_list import block, incidents, is_complete
 from stabletrain.forensics.investigate import IncidentRequest, investigate
 from stabletrain.forensics.probes.update import trace_update
-from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.repro import load_repro
+from stabletrain.forensics.rerun import VARIANTS
 from stabletrain.forensics.subject import StepSubject
 from tests.forensics.diagnosis.given import FINE, NAN, READING, origin
 from tests.forensics.given import EVIDENCE, findings
