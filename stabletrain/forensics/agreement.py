@@ -112,7 +112,12 @@ class SharedRequests(Requests):
 
     def _serve(self, request: tuple) -> None:
         name, *arguments = request
-        self.serves[name](*arguments)
+        try:
+            self.serves[name](*arguments)
+        except NotInvestigated:
+            raise
+        except Exception:  # the rank that asked has a result of its own, and taking part must not end the run
+            return
 
 
 OLDER_STATE = "older state"

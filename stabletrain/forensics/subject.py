@@ -20,7 +20,7 @@ from stabletrain.forensics.diagnosis.evidence import Evidence
 from stabletrain.forensics.facts import Culprits, LargestInput, Outcome, compare
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
-from stabletrain.forensics.probes.samples import Bisection, Trials, bad_samples, find_by_bisection, identity_of
+from stabletrain.forensics.probes.samples import Bisection, bad_samples, find_by_bisection, identity_of
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow, underflow
 from stabletrain.forensics.probes.update import UpdateFault
@@ -142,13 +142,9 @@ class Subject:
         self.run(variant, watch)
         return traces[0]
 
-    def trials(self) -> Trials:
-        """Returns what runs the step with some of its samples. Raises NotPossible if they cannot be searched for."""
-        raise NotImplementedError
-
     def culprits(self) -> Culprits:
-        """Returns the samples that make the step non-finite."""
-        return find_by_bisection(self.trials())
+        """Returns the samples that make the step non-finite. Raises NotPossible if they cannot be searched for."""
+        raise NotImplementedError
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns sizes of activations and logits, named as the monitors' metrics; with an older state's weights."""
@@ -266,9 +262,9 @@ class StepSubject(Subject):
             return StepSubject(replace(self.repro, compiled=True)).replay(variant)
         return outcome
 
-    def trials(self) -> Trials:
+    def culprits(self) -> Culprits:
         """See `Subject`."""
-        return Bisection(self.repro)
+        return find_by_bisection(Bisection(self.repro))
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns the monitors' metrics on the first micro-batch."""

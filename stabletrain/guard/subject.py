@@ -1,5 +1,6 @@
 """A withheld step of a user's loop, as an investigation sees it: its closures run again on the live model."""
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,10 @@ from stabletrain.checkpoint.tree import Tree
 from stabletrain.forensics.agreement import NotInvestigated, Requests
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import Evidence
-from stabletrain.forensics.facts import LargestInput, Outcome
+from stabletrain.forensics.facts import Culprits, LargestInput, Outcome
 from stabletrain.forensics.model_copy import is_compiled
 from stabletrain.forensics.probes.attention_scores import Scores
-from stabletrain.forensics.probes.samples import Trials
+from stabletrain.forensics.probes.samples import find_by_bisection
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.rerun import NotPossible, RerunResult, Watch
 from stabletrain.forensics.subject import Subject
@@ -28,11 +29,15 @@ from stabletrain.guard.micro_batch import MicroBatch, named_tensors
 from stabletrain.guard.rerun import Rerun
 from stabletrain.guard.samples import BatchTrials, bad_samples, largest_input, place_of, without_bad_values
 from stabletrain.guard.saved_step import save_loop_step, why_not_replayable
+from stabletrain.guard.whole_weights import WholeWeights
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.records import RankPart, Reading
 
 RERUN = "rerun"
 """The request to run the step again, by the variant, and with or without a backward pass."""
+
+WHOLE_WEIGHTS = "whole weights"
+"""The request to gather them."""
 
 CLEANED = "cleaned"
 """Variant: 0 in place of every NaN and Inf of the batch."""
@@ -75,6 +80,10 @@ class LoopSubject(Subject):
     requests: Requests = field(default_factory=Requests, init=False)
     applied: bool = field(default=False, init=False)
     _nothing_began_here: bool = field(default=False, init=False)
+    _whole: WholeWeights = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._whole = WholeWeights(self.rerun.model)
 
     @property
     def model(self) -> nn.Module:  # ty: ignore[incompatible-property-override]  only read
@@ -97,7 +106,7 @@ class LoopSubject(Subject):
 
     def serves(self) -> Mapping[str, Callable[..., object]]:
         """See `Subject`: with sharded weights the ranks run the step together, each with its own micro-batches."""
-        return {RERUN: self._run_here}
+        return {RERUN: self._run_here, WHOLE_WEIGHTS: self._whole.gather}
 
     def older(self) -> Tree | None:
         """See `Subject`."""
@@ -154,15 +163,18 @@ class LoopSubject(Subject):
         self._nothing_began_here = find_origin(tracing) is None
         return tracing
 
-    def trials(self) -> Trials:
-        """See `Subject`."""
-        if self.sharded:
-            raise NotPossible("single samples are not tried while the weights are sharded")
+    def culprits(self) -> Culprits:
+        """See `Subject`. Each rank tries its own samples, with whole weights, and without the other ranks."""
         if not all(each.takes_batch for each in self.rerun.begun.micro_batches):
             raise NotPossible(NO_BATCH)
         if not self.rerun.begun.micro_batches:
             raise NotPossible(self.gap)
-        return BatchTrials(self.rerun, self.usual, self.deadline)
+        with contextlib.ExitStack() as stack:
+            rerun = self.rerun
+            if self.sharded:
+                self.requests.run(WHOLE_WEIGHTS, work=self._whole.gather)
+                rerun = stack.enter_context(self._whole.in_place(rerun))
+            return find_by_bisection(BatchTrials(rerun, self.usual, self.deadline))
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns the largest attention logit."""
