@@ -1,7 +1,6 @@
 """Investigates a withheld step of a user's loop and writes its folder, on one rank or several."""
 
 import contextlib
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +13,14 @@ from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.causes import unknown
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
 from stabletrain.forensics.distributed_handler import main_has_budget, write_together
-from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentSummary
+from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.investigate import Findings, IncidentRequest
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.rerun import Rerun
 from stabletrain.guard.subject import LoopSubject
 from stabletrain.parallel.ranks import Ranks, timeout
-from stabletrain.printable import printable
-
-LOG = logging.getLogger("stabletrain")
-"""Incidents are logged here, as warnings, on the main process."""
+from stabletrain.tracking.tracker import NoTracker
 
 MAX_ERRORS = 3
 """Maximum number of errors of closures that are explained."""
@@ -114,7 +110,7 @@ class LoopHandler(IncidentHandler):
         return replace(found, diagnosis=for_any_loop(found.diagnosis))
 
 
-class Incidents:
+class Incidents(NoIncidentHandler):
     """Investigates a loop's withheld steps.
 
     Args:
@@ -124,9 +120,20 @@ class Incidents:
 
     Attributes:
         found: summaries of the incidents, oldest first.
+        newest: the policy's kind of the newest held step that was investigated.
+        keep_state: whether weights are saved with an incident that can be replayed from its folder.
     """
 
-    def __init__(self, folder: Path, max_incidents: int, max_seconds: float, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_incidents: int,
+        max_seconds: float,
+        ranks: Ranks,
+        tracker: NoTracker,
+        keep_state: bool = True,
+    ) -> None:
+        self.newest, self.keep_state, self._tracker = "", keep_state, tracker
         self.found: list[IncidentSummary] = []
         self._folder, self._ranks, self._explained = folder, ranks, 0
         self._handler = LoopHandler(max_incidents, max_seconds, self.found) if max_incidents else None
@@ -141,15 +148,9 @@ class Incidents:
         if self._handler is None:
             return None
         self._handler.open(self._folder, setting)
-        step = subject.reading.step
-        try:
-            summary = self._handle(self._handler, subject, request)
-        except NotInvestigated as error:
-            self.note(f"step {step}: this incident is not investigated: {error}")
-            return None
+        summary = self._handle(self._handler, subject, request)
         if summary is not None and not summary.known:
             self.found.append(summary)
-            self.note(*summary.lines)
         return summary
 
     def _handle(self, handler: LoopHandler, subject: LoopSubject, request: IncidentRequest) -> IncidentSummary | None:
@@ -194,16 +195,12 @@ class Incidents:
             return
         first = tracing.accidents[0]
         why = first.finding.reason if first.finding is not None else "its result is not finite"
-        self.note(
-            f"before this {type(error).__name__}, {first.op} in {first.module or 'the model'} gave NaN or Inf: {why}",
+        self._tracker.note(
+            f"before this {type(error).__name__}, {first.op} in {first.module or 'the model'} gave NaN or Inf: {why}"
+        )
+        self._tracker.note(
             f"at: {first.source}" + (f", called from {first.called_from}" if first.called_from else ""),
         )
-
-    def note(self, *lines: str) -> None:
-        """Logs lines on the main process."""
-        if self._ranks.is_main:
-            for line in lines:
-                LOG.warning("%s", printable(line))
 
 
 def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSettings:

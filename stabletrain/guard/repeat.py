@@ -5,17 +5,10 @@ step is left out if its bits cannot be expected again: closures without a batch,
 kernels that add in any order; a loss scale; several ranks.
 """
 
-import platform
-from contextlib import suppress
-
-import torch
-from torch import Tensor
-
-from stabletrain.guard.checks.comparing import compare, sums
-from stabletrain.guard.checks.recheck import Finding, NoRecheck, repeats_exactly
+from stabletrain.guard.checks.comparing import compare
+from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly
 from stabletrain.guard.checks.repeats import OUT_OF_MEMORY
 from stabletrain.guard.rerun import Rerun
-from stabletrain.machine import hardware
 from stabletrain.machine.memory import within_memory
 from stabletrain.records import Number
 
@@ -51,27 +44,6 @@ def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
     pairs = [*zip(names(rerun), first, again.gradients, strict=True)]
     recheck.compared["gradient"] = compare(pairs, rerun.begun.generators.device)
     return recheck.compared["gradient"].ratios.amax()
-
-
-def confirm(recheck: NoRecheck, rerun: Rerun) -> Finding:
-    """Computes gradients that differ a third time; returns the finding. Waits for the device."""
-    compared = recheck.compared["gradient"]
-    ratios = compared.ratios.tolist()
-    tensors = sorted(zip(compared.names, ratios, strict=True), key=lambda each: -each[1])
-    device, third = rerun.begun.generators.device, ""
-    with suppress(Exception):  # a user's closure may raise anything, and the two results are known
-        third = which(sums(rerun.run().gradients, device), compared.first, compared.second)
-    place = f"device {device} ({hardware.name(device)}), host {platform.node()}, rank 0"
-    return Finding(
-        "gradient", True, [each for each in tensors if each[1] > 0], third, recheck.agreed("gradient"), 0.0, place
-    )
-
-
-def which(third: Tensor, first: Tensor, second: Tensor) -> str:
-    """Returns which of two results a third one equals: `first`, `second` or `neither`."""
-    if torch.equal(third, first):
-        return "first"
-    return "second" if torch.equal(third, second) else "neither"
 
 
 def names(rerun: Rerun) -> list[str]:

@@ -12,7 +12,7 @@ from stabletrain.checkpoint.snapshots import Snapshots, choose_memory
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import TrainingHalted
 from stabletrain.guard.checks.written import state_is_finite
-from stabletrain.guard.incidents import LOG
+from stabletrain.guard.loop_tracker import LOG
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.guard.scaling import Scaling
 from stabletrain.machine.memory import free_host_memory

@@ -140,7 +140,7 @@ def counted(loop, failing=()):
     counts = {}
 
     def closure(x, y):
-        step = loop.guard._step
+        step = loop.guard._loop.steps
         counts[step] = counts.get(step, 0) + 1
         if (step, counts[step]) in failing:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -155,7 +155,7 @@ def test_the_second_step_is_repeated_so_that_memory_is_needed_at_once(tmp_path):
     for batch in batches(10):
         loop.guard.step(closure, batch=batch)
     assert [step for step, count in counts.items() if count == 2] == [1, 3, 7]
-    assert loop.guard._policy.recheck.agreed("gradient") == 2
+    assert loop.guard._loop.policy.recheck.agreed("gradient") == 2
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -41,7 +41,7 @@ MAY_SEE = {
     "guard/policy": NOUNS | {"guard/checks", "monitors"},
     "guard": NOUNS
     | {"checkpoint", "forensics", "guard/checks", "guard/policy", "machine", "monitors", "parallel", "tools"}
-    | {"stability", "step"},
+    | {"stability", "step", "tracking"},
     "adapters": NOUNS | {"guard"},
     "config": NOUNS | {"parallel", "stability", "weights"},
     "trainer": NOUNS
