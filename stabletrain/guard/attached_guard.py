@@ -37,12 +37,12 @@ class AttachedLoop(OwnLoop):
     runs_closures = False
     recorder: LoopRecorder
 
-    def apply(self) -> bool:
-        """Applies the loop's update once more, after one that was undone; returns whether it stays."""
+    def apply(self, begun: BegunStep, reading: Reading) -> Reading:
+        """Applies the loop's update once more, after one that was undone; returns the reading, changed if undone."""
         kept = self.copies()
         with self.update(kept):
             self.run_optimizer_step()
-        return self.keep_or_undo(kept)
+        return reading if self.keep_or_undo(kept) else self.undone(begun, reading)
 
     def run_optimizer_step(self) -> None:
         """Runs the optimizer's own step, without judging it."""

@@ -223,7 +223,7 @@ class Guard(LoopGuard):
         reading = self._count(self._loop.read(self._loop.steps + 1, loss, changed=changed, recheck=recheck))
         try:
             # Apply or withhold the update, and follow the policy's verdict on the step.
-            self._follow(begun, self._loop.apply_if_open(begun, reading))
+            self._follow(begun, self._loop.apply(begun, reading))
         finally:
             self._end_step()
         return loss
@@ -234,7 +234,7 @@ class Guard(LoopGuard):
         if self.last is not None and not self._rehearsed:  # the step before this one has made the moments
             self._rehearsed = True
             recheck.rehearse(self._loop.steps)
-        if not recheck.repeats(self._loop.steps) or self._loop.agreement.ranks.distributed:
+        if self._loop.agreement.ranks.distributed:
             return 0.0
         return repeat(recheck, self._loop.rerun(begun, float(self._loop.scaling.loss_scale())), self._loop.steps)
 

@@ -7,6 +7,7 @@ passes through.
 import contextlib
 import math
 from collections.abc import Generator, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.guard.agreement import OneRank, agreement_of_ranks, innermost
 from stabletrain.guard.checks.comparing import sums
 from stabletrain.guard.checks.copies import Copies
+from stabletrain.guard.checks.repeats import NO_REPEAT, NoRepeat
 from stabletrain.guard.checks.written import note_start
 from stabletrain.guard.gradients import BareTensors, TrainedParameters, unwrapped
 from stabletrain.guard.judge import Judge
@@ -140,30 +142,39 @@ class OwnLoop:
 
     # ---- apply
 
-    def apply_if_open(self, begun: BegunStep, reading: Reading) -> Reading:
-        """Applies the update if the gate is open; returns the reading, changed if the update was undone."""
-        if not reading.applied or self.apply():
+    def apply(self, begun: BegunStep, reading: Reading) -> Reading:
+        """Applies the update if the gate is open, and undoes it if it is not finite.
+
+        Returns:
+            the reading, changed if the update was undone, or repeated.
+        """
+        if not reading.applied:
             return reading
-        return self.undone(begun, reading)
+        lengths, scaling = self.policy.lengths, self.scaling
+        before, kept = lengths.before(self.model), self.copies()
+        scale = None if kept is None else scaling.saved()
+        with self.update(kept):
+            repeat = self._repeat_of_update()
+            scaling.update(self.optimizer, True, False)
+            difference = repeat.update(methodcaller("step"))
+        if not self.keep_or_undo(kept):
+            scaling.put_back(scale)
+            return self.undone(begun, reading)
+        # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.
+        self.states.lengths = [*lengths.after(before, summed).values()]
+        return reading._replace(recheck_update=float(difference))
+
+    def _repeat_of_update(self) -> NoRepeat:
+        """Returns what repeats the update of one tensor, if that is due."""
+        if self.agreement.ranks.distributed:
+            return NO_REPEAT
+        self.state.step = self.steps - 1  # this step's number, counted from 0
+        return self.policy.recheck.of_update(self.state, self.agreement)
 
     def undone(self, begun: BegunStep, reading: Reading) -> Reading:
         """Returns the reading of a step whose update was undone. It may be applied again, so the buffers are saved."""
         begun.after_forward = buffers_of(self.model).save()
         return reading._replace(applied=False, bad_update=True)
-
-    def apply(self) -> bool:
-        """Applies the update; returns whether it stays: one that is not finite is undone."""
-        lengths, scaling = self.policy.lengths, self.scaling
-        before, kept = lengths.before(self.model), self.copies()
-        scale = None if kept is None else scaling.saved()
-        with self.update(kept):
-            scaling.update(self.optimizer, True, False)
-        if not self.keep_or_undo(kept):
-            scaling.put_back(scale)
-            return False
-        # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.
-        self.states.lengths = [*lengths.after(before, summed).values()]
-        return True
 
     def run_optimizer_step(self) -> None:
         """Runs the optimizer's own step, without judging it."""
@@ -252,11 +263,12 @@ class OwnLoop:
             if begun.after_forward is not None:
                 begun.after_forward.put_back()
             self.scaling.unscaled_again(self.optimizer)
-            return self.apply_if_open(begun, reading._replace(applied=True, bad_update=False))
+            return self.apply(begun, reading._replace(applied=True, bad_update=False))
+        self.policy.recheck.forget()  # its comparison is of the first try
         first, second = self._compute_again(begun), self._compute_again(begun)
         differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self.device)
         loss = sum(begun.losses[1:], begun.losses[0])
-        return self.apply_if_open(begun, self.read(reading.step, loss, recheck=differs))
+        return self.apply(begun, self.read(reading.step, loss, recheck=differs))
 
     def _compute_again(self, begun: BegunStep) -> Tensor:
         """Runs the closures of a step from where it began; returns the sums of the gradients' bits."""

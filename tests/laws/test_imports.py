@@ -37,7 +37,7 @@ MAY_SEE = {
     "forensics": NOUNS
     | {"checkpoint", "guard/checks", "guard/policy", "machine", "monitors", "parallel", "tools", "stability", "step"}
     | {"tracking"},
-    "guard/checks": NOUNS | {"checksums", "machine", "stability"},
+    "guard/checks": NOUNS | {"checksums", "machine", "parallel", "stability"},
     "guard/policy": NOUNS | {"guard/checks", "monitors"},
     "guard": NOUNS
     | {"checkpoint", "forensics", "guard/checks", "guard/policy", "machine", "monitors", "parallel", "tools"}

@@ -212,14 +212,14 @@ def feed_recheck(recheck, rng, step):
             ratios = torch.tensor([rng.choice([0.0, 1e-6, 1.0]) for _ in range(tensors)])
             sums = torch.zeros(tensors, dtype=torch.int64)
             compared = Compared(["it"] * tensors, ratios, sums, sums)
-            differs[number] = float(recheck._judge(step - 1, part, 1e-7)(compared, ratios))
+            differs[number] = float(recheck.judge_of(step - 1, part, 1e-7)(compared, ratios))
     each = reading(step, **differs)
     wrong = recheck.differing_part(each)
     recheck.learn(each)
     if rng.random() < 0.05:
         recheck.learn_limit("update")
     if rng.random() < 0.03:
-        recheck.stop()
+        recheck.stopped = True
     knows = [(recheck.agreed(part), recheck.has_repeated(part)) for part in ("gradient", "update")]
     return wrong, differs, recheck.due(step), recheck.varies, knows
 
