@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of
@@ -38,12 +39,11 @@ from stabletrain.guard.incidents import Incidents, settings
 from stabletrain.guard.judge import Judge
 from stabletrain.guard.load_listener import LoadListener
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
-from stabletrain.guard.options import GuardOptions
-from stabletrain.guard.policy import RollbackGuard
+from stabletrain.guard.options import check_loader, make_policy
+from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.guard.repeat import confirm
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun
 from stabletrain.guard.scaling import Scaling, scaling
-from stabletrain.guard.spikes import bounds
 from stabletrain.guard.states import NoStates, States
 from stabletrain.guard.subject import LoopSubject, compiled_frames
 from stabletrain.monitors.rolling import Alarm
@@ -63,7 +63,27 @@ class LoopGuard:
 
     updates = True
 
-    def __init__(self, model: nn.Module | Sequence[Tensor], optimizer: Optimizer, options: GuardOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Tensor],
+        optimizer: Optimizer,
+        *,
+        folder: str | Path = "incidents",
+        rollback: bool = False,
+        slow: str = "alarm",
+        max_norm: float | None = None,
+        precision: str | None = None,
+        scaler: GradScaler | None = None,
+        loader: Any = None,
+        policy: SkipGuard | None = None,
+        checksum_every: int = 0,
+        recheck_every: int = 0,
+        check_update: bool = True,
+        max_incidents: int = 10,
+        max_seconds: float = 120.0,
+        keep_state: bool = True,
+    ) -> None:
+        loader = check_loader(loader)
         if not isinstance(model, nn.Module):
             if not isinstance(model, list | tuple) or not all(isinstance(each, Tensor) for each in model):
                 raise ConfigError(
@@ -77,19 +97,23 @@ class LoopGuard:
         self._device = self._parameters[0].device
         self._agreement: OneRank = agreement_of_ranks()
         several_ranks = self._agreement.ranks.distributed
-        chosen = scaling(options.precision, options.scaler, self._device, several_ranks=several_ranks)
-        self._policy = policy = options.make_policy()
+        chosen = scaling(precision, scaler, self._device, several_ranks=several_ranks)
+        self._policy = policy = make_policy(
+            policy,
+            rollback=rollback,
+            slow=slow,
+            checksum_every=checksum_every,
+            recheck_every=recheck_every,
+            check_update=check_update,
+        )
         self._state, self._states = TrainState(self._model, optimizer), NoStates()
         if isinstance(policy, RollbackGuard):
-            self._states = States(self._model, optimizer, policy, chosen, options.loader, self._agreement.any_rank)
-        agreement, max_norm = self._agreement, options.max_norm
+            self._states = States(self._model, optimizer, policy, chosen, loader, self._agreement.any_rank)
         self._judge = Judge(
-            self._model, optimizer, scaling=chosen, agreement=agreement, policy=policy, max_norm=max_norm
+            self._model, optimizer, scaling=chosen, agreement=self._agreement, policy=policy, max_norm=max_norm
         )
-        self._incidents = Incidents(
-            Path(options.folder), options.max_incidents, options.max_seconds, self._agreement.ranks
-        )
-        self._keep_state, self._frames = options.keep_state, compiled_frames()
+        self._incidents = Incidents(Path(folder), max_incidents, max_seconds, self._agreement.ranks)
+        self._keep_state, self._frames = keep_state, compiled_frames()
         self._step = 0  # steps judged so far
         self._shown_step, self._next_shown_step = 0, None  # number of the last step and of the next, as the loop counts
         self._last_applied: list[MicroBatch] = []  # for replays with another batch
@@ -327,7 +351,7 @@ class LoopGuard:
         group, clips = self._optimizer.param_groups[0], self._judge.clips
         known = settings(self._scaling.name, group, clips=clips, best_loss=self._best_loss)
         optimizer = None if subject.sharded else self._optimizer  # no rank holds whole moments
-        return self._incidents.investigate(subject, IncidentRequest(policy.kind, optimizer, bounds(policy)), known)
+        return self._incidents.investigate(subject, IncidentRequest(policy.kind, optimizer, policy.bounds), known)
 
     def _verdict_on_machine(self, begun: BegunStep, reading: Reading, verdict: Verdict, cause: str | None) -> Verdict:
         """Returns RESTORE for a withheld step if memory or arithmetic was at fault, and not data or settings.
