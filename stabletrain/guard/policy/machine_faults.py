@@ -15,8 +15,14 @@ from typing import Any
 from stabletrain.guard.policy.off import NoGuard
 from stabletrain.records import Verdict
 
+CHANGED_BY_SKIP = ("consecutive", "trouble", "bad_updates")
+"""Counts that a skipped step changes, besides `skips`; one that is taken again does not."""
+
 NEVER_UNDONE = {"machine_faults": "machine_faults", "retried_step": "taken_again", "restored_step": "restored"}
 """Counts of the whole run that no rollback undoes, each with its key in checkpoints."""
+
+SAVED = {**{name: name for name in CHANGED_BY_SKIP}, **NEVER_UNDONE}
+"""All counts, each with its key in checkpoints."""
 
 
 @dataclass
@@ -24,12 +30,18 @@ class RetryingGuard(NoGuard):
     """Takes a step again if memory or arithmetic failed: the base of the guards that skip steps.
 
     Attributes:
+        consecutive: consecutive skipped steps up to now.
+        trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
+            healthy at 0.
+        bad_updates: updates in a row that were not finite.
         machine_faults: number of steps that were taken again.
         retried_step: the last step that was taken again because its numbers were wrong.
         restored_step: the last step at which a damaged state was replaced by an intact one.
         faulty_rank: the rank on which the update of `retried_step` was bad; -1 if unknown.
     """
 
+    trouble: int = 0
+    bad_updates: int = 0
     restored_step: int = 0
     faulty_rank: int = field(init=False, repr=False, default=-1)
     _retry_to_judge: int = field(init=False, repr=False, default=0)
@@ -39,6 +51,10 @@ class RetryingGuard(NoGuard):
     def note_retry(self, step: int, rank: int = -1) -> None:
         """Notes that a step is taken again. If its update is applied then, the machine was at fault, on that rank."""
         self.retried_step, self._retry_to_judge, self.faulty_rank = step, step, rank
+
+    def _begin_skip(self) -> None:
+        """Saves the counts before a skipped step is counted: it may turn out to be a fault of the machine."""
+        self._before_skip = {name: getattr(self, name) for name in CHANGED_BY_SKIP} | {"skips": dict(self.skips)}
 
     def _end_retry(self, step: int) -> None:
         """Ends an applied step. If its first try gave a bad update, counts a fault of the machine."""
@@ -91,12 +107,12 @@ class RetryingGuard(NoGuard):
         return ": resume=auto continues from the last checkpoint; guard=rollback rolls back automatically"
 
     def state_dict(self) -> dict:
-        """Counts, and what is known of the newest skip, for the checkpoint."""
-        return super().state_dict() | {key: getattr(self, name) for name, key in NEVER_UNDONE.items()}
+        """Counts, for the checkpoint."""
+        return super().state_dict() | {key: getattr(self, name) for name, key in SAVED.items()}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores them; what the checkpoint of another kind of guard lacks is reset."""
         super().load_state_dict(state)
-        for name, key in NEVER_UNDONE.items():
+        for name, key in SAVED.items():
             setattr(self, name, state.get(key, 0))
         self._before_skip, self._retry_to_judge = {}, 0

@@ -32,9 +32,6 @@ from stabletrain.records import LARGEST, GradNorms, LossTerms, Reading, StepChec
 
 ESCALATIONS = ("halt", "whatif")
 
-CHANGED_BY_SKIP = ("consecutive", "trouble", "bad_updates")
-"""Counts that a skipped step changes, besides `skips`."""
-
 MOST_BAD_UPDATES = 3
 """The run halts after this many updates in a row that were not finite: another batch does not repair an optimizer."""
 
@@ -60,10 +57,6 @@ class SkipGuard(RetryingGuard):
             With `whatif`, the run also halts if it has diverged (`divergence.py`).
         whatif_steps: number of steps that the fixes may train, together and in the whole run.
         skips: number of skipped steps by kind.
-        consecutive: consecutive skipped steps up to now.
-        trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
-            healthy at 0.
-        bad_updates: updates in a row that were not finite.
         lone_loss_is_spike: whether a high loss alone is a spike; False in a user's loop.
         state_check: compares the state with what the last update left.
         limits, slow_spikes, divergence: the statistics of applied steps.
@@ -80,9 +73,6 @@ class SkipGuard(RetryingGuard):
     escalate: str = "halt"
     whatif_steps: int = 4000
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    consecutive: int = 0
-    trouble: int = 0
-    bad_updates: int = 0
     lone_loss_is_spike: bool = field(init=False, repr=False, default=True)
     limits: Limits = field(init=False, repr=False)
     slow_spikes: NoSlowSpikes = field(init=False, repr=False)
@@ -174,8 +164,7 @@ class SkipGuard(RetryingGuard):
         return Verdict.HALT
 
     def _judge_skipped(self, reading: Reading) -> Verdict:
-        # If the skip turns out to be a fault of the machine, `on_machine_fault` restores these counts.
-        self._before_skip = {name: getattr(self, name) for name in CHANGED_BY_SKIP} | {"skips": dict(self.skips)}
+        self._begin_skip()
         differs = bool(self.recheck.differing_part(reading)) or math.isinf(reading.recheck)
         self.kind, self.reason = kind_and_reason(reading, self.limits, gradient_differs=differs)
         self.skips[self.kind] += 1
@@ -271,20 +260,16 @@ class SkipGuard(RetryingGuard):
 
     def state_dict(self) -> dict:
         """Counts and windows, for the checkpoint."""
-        counts = {name: getattr(self, name) for name in CHANGED_BY_SKIP}
-        series = {
+        return super().state_dict() | {
             "limits": self.limits.state_dict(),
             "recheck": self.recheck.state_dict(),
             "slow_spikes": self.slow_spikes.state_dict(),
             "divergence": self.divergence.state_dict(),
         }
-        return {**super().state_dict(), **counts, **series}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores counts and windows; what the checkpoint of another kind of guard lacks is reset."""
         super().load_state_dict(state)
-        for name in CHANGED_BY_SKIP:
-            setattr(self, name, state.get(name, 0))
         self._alarms = []
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
