@@ -8,11 +8,10 @@ that was withheld. The difference is where a step comes from: the user's closure
 | guard | `Guard`: runs the user's closures forward and backward, and applies the update, or changes nothing at all |
 | attached_guard, attach | judges at `optimizer.step()`, for a loop that cannot be edited |
 | loop_guard | what both do with a step: begin, judge, apply or withhold, follow the verdict |
-| options | the options of a guard, and the policy that is built from them |
+| options | builds the policy from a guard's options |
 | judge | measures a step, judges it and clips |
 | micro_batch | a closure with its batch: one micro-batch of a step |
 | gradients | the gradients of the optimizer's parameters, and their norms |
-| spikes | what counts as a spike in a loop of which nothing is known |
 | scaling | the loss scale: none, this project's, or a `torch.amp.GradScaler` |
 | agreement | the numbers of a step, equal on all ranks |
 | states | snapshots to roll back to, and the position of the data loader |

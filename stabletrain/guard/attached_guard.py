@@ -15,7 +15,6 @@ from stabletrain.guard.attach import LoopRecorder
 from stabletrain.guard.gradients import gradients, measure
 from stabletrain.guard.loop_guard import LoopGuard
 from stabletrain.guard.micro_batch import MicroBatch
-from stabletrain.guard.options import GuardOptions
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.guard.scaling import LoopScaling
@@ -60,16 +59,17 @@ class AttachedGuard(LoopGuard):
         ConfigError: `precision` or `max_norm` is given, which the loop itself does.
     """
 
+    loop_type = AttachedLoop
     updates = False
 
     def __init__(
         self,
         model: nn.Module | Sequence[Tensor],
         optimizer: Optimizer,
-        options: GuardOptions,
         *,
         scaler: GradScaler | None = None,
         criterion: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> None:
         if criterion is not None and not isinstance(criterion, nn.Module):
             raise ConfigError(
@@ -77,14 +77,15 @@ class AttachedGuard(LoopGuard):
                 "function returns cannot be seen; leave it out"
             )
         for name in ("precision", "max_norm"):
-            if getattr(options, name) is not None:
+            if options.get(name) is not None:
                 raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
-        if options.recheck_every:
+        if options.get("recheck_every"):
             raise ConfigError(
                 "Guard.attach(recheck_every=...): only a closure can be run again; use Guard and guard.step"
             )
-        loop = AttachedLoop(model, optimizer, options)
-        super().__init__(loop, options)
+        super().__init__(model, optimizer, **options)
+        loop = self._loop
+        assert isinstance(loop, AttachedLoop)
         name = "fp16" if scaler is not None else ""
         loop.judge.scaling = LoopScaling(loop.scaling.precision, name, loop.optimizer, scaler)
         self._pending: tuple[BegunStep, Reading] | None = None

@@ -8,9 +8,8 @@ A step runs forward and backward, judges loss and gradients, clips, and applies 
 Its verdict is known before it returns, which takes one host read: on CUDA the host waits for the backward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
@@ -21,9 +20,6 @@ from stabletrain.errors import ConfigError
 from stabletrain.guard.attached_guard import AttachedGuard
 from stabletrain.guard.loop_guard import LoopGuard, guard_of
 from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, versions
-from stabletrain.guard.options import GuardOptions
-from stabletrain.guard.own_loop import OwnLoop
-from stabletrain.guard.policy import SkipGuard
 from stabletrain.guard.repeat import repeat
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.records import Number
@@ -65,45 +61,8 @@ class Guard(LoopGuard):
         ConfigError: model and optimizer do not belong together, or an argument is out of bounds.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | Sequence[Tensor],
-        optimizer: Optimizer,
-        *,
-        folder: str | Path = "incidents",
-        rollback: bool = False,
-        slow: str = "alarm",
-        max_norm: float | None = None,
-        precision: str | None = None,
-        scaler: GradScaler | None = None,
-        loader: Any = None,
-        policy: SkipGuard | None = None,
-        checksum_every: int = 0,
-        recheck_every: int = 0,
-        check_update: bool = True,
-        max_incidents: int = 10,
-        max_seconds: float = 120.0,
-        keep_state: bool = True,
-    ) -> None:
-        options = GuardOptions(
-            folder=folder,
-            rollback=rollback,
-            slow=slow,
-            max_norm=max_norm,
-            precision=precision,
-            scaler=scaler,
-            loader=loader,
-            policy=policy,
-            checksum_every=checksum_every,
-            recheck_every=recheck_every,
-            check_update=check_update,
-            max_incidents=max_incidents,
-            max_seconds=max_seconds,
-            keep_state=keep_state,
-        )
-        super().__init__(OwnLoop(model, optimizer, options), options)
-        self._begun: BegunStep | None = None
-        self._rehearsed = False
+    _begun: BegunStep | None = None
+    _rehearsed = False
 
     @classmethod
     def attach(
@@ -129,7 +88,7 @@ class Guard(LoopGuard):
         Returns:
             the guard. Its `last.loss` is 0 if the loop's loss is not known.
         """
-        return AttachedGuard(model, optimizer, GuardOptions(**options), scaler=scaler, criterion=criterion)
+        return AttachedGuard(model, optimizer, scaler=scaler, criterion=criterion, **options)
 
     # ---- a step
 

@@ -11,6 +11,8 @@ from typing import Any, SupportsIndex
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError, TrainingHalted
@@ -19,8 +21,9 @@ from stabletrain.guard.engine import log_alarms, note_taken_again, settle
 from stabletrain.guard.incidents import Incidents
 from stabletrain.guard.loop_step import LoopStep
 from stabletrain.guard.loop_tracker import LoopTracker
-from stabletrain.guard.options import GuardOptions
+from stabletrain.guard.options import check_loader, make_policy
 from stabletrain.guard.own_loop import OwnLoop
+from stabletrain.guard.policy import SkipGuard
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Reading, Verdict
@@ -32,19 +35,50 @@ _GUARDS: "WeakKeyDictionary[Optimizer, ref[LoopGuard]]" = WeakKeyDictionary()
 class LoopGuard:
     """Judges the steps of a loop; see `Guard` for attributes and arguments.
 
-    Args:
-        loop: the loop.
-        options: the options of the guard.
+    Attributes:
+        loop_type: the kind of loop.
+
+    Raises:
+        ConfigError: model and optimizer do not belong together, or an option is out of bounds.
     """
 
+    loop_type: type[OwnLoop] = OwnLoop
     updates = True
 
-    def __init__(self, loop: OwnLoop, options: GuardOptions) -> None:
-        self._loop, folder, ranks = loop, Path(options.folder), loop.agreement.ranks
-        self._tracker = LoopTracker(folder if options.max_incidents else None, ranks)
-        self._incidents = Incidents(
-            folder, options.max_incidents, options.max_seconds, ranks, self._tracker, options.keep_state
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Tensor],
+        optimizer: Optimizer,
+        *,
+        folder: str | Path = "incidents",
+        rollback: bool = False,
+        slow: str = "alarm",
+        max_norm: float | None = None,
+        precision: str | None = None,
+        scaler: GradScaler | None = None,
+        loader: Any = None,
+        policy: SkipGuard | None = None,
+        checksum_every: int = 0,
+        recheck_every: int = 0,
+        check_update: bool = True,
+        max_incidents: int = 10,
+        max_seconds: float = 120.0,
+        keep_state: bool = True,
+    ) -> None:
+        policy = make_policy(
+            policy,
+            rollback=rollback,
+            slow=slow,
+            checksum_every=checksum_every,
+            recheck_every=recheck_every,
+            check_update=check_update,
         )
+        self._loop = loop = self.loop_type(
+            model, optimizer, policy, precision=precision, scaler=scaler, loader=check_loader(loader), max_norm=max_norm
+        )
+        folder, ranks = Path(folder), loop.agreement.ranks
+        self._tracker = LoopTracker(folder if max_incidents else None, ranks)
+        self._incidents = Incidents(folder, max_incidents, max_seconds, ranks, self._tracker, keep_state)
         self._shown_step, self._next_shown_step = 0, None  # number of the last step and of the next, as the loop counts
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None

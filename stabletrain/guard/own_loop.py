@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of
@@ -26,11 +27,10 @@ from stabletrain.guard.gradients import BareTensors, TrainedParameters, unwrappe
 from stabletrain.guard.judge import Judge
 from stabletrain.guard.load_listener import LoadListener
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
-from stabletrain.guard.options import GuardOptions
-from stabletrain.guard.policy import RollbackGuard
+from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun
 from stabletrain.guard.scaling import Scaling, scaling
-from stabletrain.guard.states import NoStates, States
+from stabletrain.guard.states import Loader, NoStates, States
 from stabletrain.guard.subject import compiled_frames
 from stabletrain.records import Number, Reading, TrainState
 
@@ -54,14 +54,27 @@ class OwnLoop:
         frames: `compiled_frames()` when the guard was made.
         updating: whether the guard asked for the optimizer's step that is running.
 
+    Args:
+        precision, scaler, loader, max_norm: see `Guard`.
+
     Raises:
-        ConfigError: model and optimizer do not belong together, or an option is out of bounds.
+        ConfigError: model and optimizer do not belong together, or `precision` cannot be used.
     """
 
     runs_closures = True
     """Whether the guard runs forward and backward; an attached loop does so itself."""
 
-    def __init__(self, model: nn.Module | Sequence[Tensor], optimizer: Optimizer, options: GuardOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Tensor],
+        optimizer: Optimizer,
+        policy: SkipGuard,
+        *,
+        precision: str | None = None,
+        scaler: GradScaler | None = None,
+        loader: Loader | None = None,
+        max_norm: float | None = None,
+    ) -> None:
         if not isinstance(model, nn.Module):
             if not isinstance(model, list | tuple) or not all(isinstance(each, Tensor) for each in model):
                 raise ConfigError(
@@ -74,19 +87,19 @@ class OwnLoop:
         self.state, self.steps = TrainState(self.model, self.optimizer), 0
         self.agreement: OneRank = agreement_of_ranks()
         several_ranks = self.agreement.ranks.distributed
-        chosen = scaling(options.precision, options.scaler, self.device, several_ranks=several_ranks)
-        self.policy = options.make_policy()
+        chosen = scaling(precision, scaler, self.device, several_ranks=several_ranks)
+        self.policy = policy
         self.states = NoStates()
         if isinstance(self.policy, RollbackGuard):
             any_rank = self.agreement.any_rank
-            self.states = States(self.model, self.optimizer, self.policy, chosen, options.loader, any_rank)
+            self.states = States(self.model, self.optimizer, self.policy, chosen, loader, any_rank)
         self.judge = Judge(
             self.model,
             self.optimizer,
             scaling=chosen,
             agreement=self.agreement,
             policy=self.policy,
-            max_norm=options.max_norm,
+            max_norm=max_norm,
         )
         self.last_applied: list[MicroBatch] = []
         self.best_loss, self.updating, self._start_noted = math.inf, False, False

@@ -18,7 +18,7 @@ from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.guard.checks.update_check import replays_exactly
 from stabletrain.guard.checks.written import note_start
 from stabletrain.guard.engine import changed_tensors, explain, log_alarms, note_taken_again, settle
-from stabletrain.guard.policy.skip import BAD_UPDATE, CHANGED
+from stabletrain.guard.policy.reasons import BAD_UPDATE, CHANGED
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.parallel.single import SingleProcess
