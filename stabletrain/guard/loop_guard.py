@@ -37,6 +37,7 @@ from stabletrain.guard.gradients import BareTensors, trained_parameters, unwrapp
 from stabletrain.guard.incidents import Incidents, settings
 from stabletrain.guard.judge import Judge
 from stabletrain.guard.load_listener import LoadListener
+from stabletrain.guard.loop_states import LoopStates, NoStates
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
 from stabletrain.guard.options import GuardOptions
 from stabletrain.guard.policy import RollbackGuard
@@ -44,7 +45,6 @@ from stabletrain.guard.repeat import confirm
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun
 from stabletrain.guard.scaling import Scaling, scaling
 from stabletrain.guard.spikes import bounds
-from stabletrain.guard.states import NoStates, States
 from stabletrain.guard.subject import LoopSubject, compiled_frames
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.printable import is_round
@@ -81,7 +81,8 @@ class LoopGuard:
         self._policy = policy = options.make_policy()
         self._state, self._states = TrainState(self._model, optimizer), NoStates()
         if isinstance(policy, RollbackGuard):
-            self._states = States(self._model, optimizer, policy, chosen, options.loader, self._agreement.any_rank)
+            any_rank, note = self._agreement.any_rank, lambda line: self._incidents.note(line)
+            self._states = LoopStates(self._model, optimizer, policy, chosen, options.loader, any_rank, note)
         agreement, max_norm = self._agreement, options.max_norm
         self._judge = Judge(
             self._model, optimizer, scaling=chosen, agreement=agreement, policy=policy, max_norm=max_norm

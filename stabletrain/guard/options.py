@@ -10,8 +10,8 @@ from torch.amp import GradScaler
 from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.recheck import recheck_every
 from stabletrain.guard.checks.update_check import NoUpdateCheck
+from stabletrain.guard.loop_states import Loader
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
-from stabletrain.guard.states import Loader
 
 
 @dataclass(frozen=True)
