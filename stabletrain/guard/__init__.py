@@ -14,7 +14,8 @@ that was withheld. The difference is where a step comes from: the user's closure
 | gradients | the gradients of the optimizer's parameters, and their norms |
 | scaling | the loss scale: none, this project's, or a `torch.amp.GradScaler` |
 | agreement | the numbers of a step, equal on all ranks |
-| states | snapshots to roll back to, and the position of the data loader |
+| states | snapshots: which are kept, which are intact, which one is restored; `train.py` uses it too |
+| loop_states | the same for a user's loop, with the position of its data loader |
 | load_listener | notices that the loop loads weights or moments by itself |
 | rerun, shared_reruns | runs a step's closures again, and restores everything; on several ranks together |
 | repeat | computes the gradients of a step twice, which must give the same bits |

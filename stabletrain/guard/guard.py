@@ -193,7 +193,8 @@ class Guard(LoopGuard):
         if self.last is not None and not self._rehearsed:  # the step before this one has made the moments
             self._rehearsed = True
             recheck.rehearse(self._loop.steps)
-        if self._loop.agreement.ranks.distributed:
+        if not recheck.repeats(self._loop.steps) or self._loop.agreement.ranks.distributed:
+            recheck.forget()
             return 0.0
         return repeat(recheck, self._loop.rerun(begun, float(self._loop.scaling.loss_scale())), self._loop.steps)
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
+from stabletrain.guard.agreement import agreement_of_ranks
 from stabletrain.guard.engine import log_alarms, note_taken_again, settle
 from stabletrain.guard.incidents import Incidents
 from stabletrain.guard.loop_step import LoopStep
@@ -73,12 +74,20 @@ class LoopGuard:
             recheck_every=recheck_every,
             check_update=check_update,
         )
+        folder, agreement = Path(folder), agreement_of_ranks()
+        self._tracker = tracker = LoopTracker(folder if max_incidents else None, agreement.ranks)
         self._loop = loop = self.loop_type(
-            model, optimizer, policy, precision=precision, scaler=scaler, loader=check_loader(loader), max_norm=max_norm
+            model,
+            optimizer,
+            policy,
+            agreement,
+            tracker,
+            precision=precision,
+            scaler=scaler,
+            loader=check_loader(loader),
+            max_norm=max_norm,
         )
-        folder, ranks = Path(folder), loop.agreement.ranks
-        self._tracker = LoopTracker(folder if max_incidents else None, ranks)
-        self._incidents = Incidents(folder, max_incidents, max_seconds, ranks, self._tracker, keep_state)
+        self._incidents = Incidents(folder, max_incidents, max_seconds, agreement.ranks, tracker, keep_state)
         self._shown_step, self._next_shown_step = 0, None  # number of the last step and of the next, as the loop counts
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None
@@ -172,11 +181,23 @@ class LoopGuard:
     def _roll_back(self) -> None:
         """Restores the newest healthy state."""
         loop, step, reason = self._loop, self._shown_step, self._loop.policy.reason
-        self.rolled_back = loop.states.roll_back(loop.steps, number=step)
+        went = loop.states.roll_back(loop.steps, number=step)
+        self.rolled_back = went.pass_over
         loop.remember_state()
+        factor = loop.policy.lr_multiplier(loop.steps)
+        self._tracker.event(
+            "rollback",
+            step,
+            to=went.step,
+            loaded=went.step,
+            tick=loop.steps,
+            skipped=went.pass_over,
+            lr_factor=factor,
+            reason=reason,
+        )
         self._tracker.note(
             f"step {step}: {reason}: rollback {loop.policy.rollbacks}; pass over the batches of "
-            f"{self.rolled_back} steps (guard.rolled_back)"
+            f"{went.pass_over} steps (guard.rolled_back)"
         )
 
     def _restore_intact_state(self) -> None:
@@ -184,8 +205,9 @@ class LoopGuard:
         loop, step, reason = self._loop, self._shown_step, self._loop.policy.reason
         loop.policy.skips["state"] += 1  # counts as skipped: the loop cannot read this batch again
         loop.policy.state_check.put_back_buffers()  # the saved state lacks buffers that the model does not save
-        self.rolled_back = loop.states.put_back(step)
+        went = loop.states.put_back(step)
         loop.remember_state()
+        self._tracker.event("restore", step, to=went.step, loaded=went.step, tick=loop.steps, reason=reason)
         self._tracker.note(f"step {step}: {reason}: the newest intact state is put back; go on with any batch")
 
     def _halt(self) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.recheck import recheck_every as recheck_of
 from stabletrain.guard.checks.update_check import NoUpdateCheck
+from stabletrain.guard.loop_states import Loader
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
-from stabletrain.guard.states import Loader
 
 
 def make_policy(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError
-from stabletrain.guard.agreement import OneRank, agreement_of_ranks, innermost
+from stabletrain.guard.agreement import OneRank, innermost
 from stabletrain.guard.checks.comparing import sums
 from stabletrain.guard.checks.copies import Copies
 from stabletrain.guard.checks.repeats import NO_REPEAT, NoRepeat
@@ -26,13 +26,14 @@ from stabletrain.guard.checks.written import note_start
 from stabletrain.guard.gradients import BareTensors, TrainedParameters, unwrapped
 from stabletrain.guard.judge import Judge
 from stabletrain.guard.load_listener import LoadListener
+from stabletrain.guard.loop_states import Loader, LoopStates, NoStates
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun
 from stabletrain.guard.scaling import Scaling, scaling
-from stabletrain.guard.states import Loader, NoStates, States
 from stabletrain.guard.subject import compiled_frames
 from stabletrain.records import Number, Reading, TrainState
+from stabletrain.tracking.tracker import NoTracker
 
 
 class OwnLoop:
@@ -55,6 +56,7 @@ class OwnLoop:
         updating: whether the guard asked for the optimizer's step that is running.
 
     Args:
+        tracker: receives events and lines.
         precision, scaler, loader, max_norm: see `Guard`.
 
     Raises:
@@ -69,6 +71,8 @@ class OwnLoop:
         model: nn.Module | Sequence[Tensor],
         optimizer: Optimizer,
         policy: SkipGuard,
+        agreement: OneRank,
+        tracker: NoTracker,
         *,
         precision: str | None = None,
         scaler: GradScaler | None = None,
@@ -85,14 +89,11 @@ class OwnLoop:
         self.trained = TrainedParameters(self.model, self.optimizer)
         self.device = self.parameters[0].device
         self.state, self.steps = TrainState(self.model, self.optimizer), 0
-        self.agreement: OneRank = agreement_of_ranks()
-        several_ranks = self.agreement.ranks.distributed
-        chosen = scaling(precision, scaler, self.device, several_ranks=several_ranks)
-        self.policy = policy
+        self.policy, self.agreement = policy, agreement
+        chosen = scaling(precision, scaler, self.device, several_ranks=agreement.ranks.distributed)
         self.states = NoStates()
-        if isinstance(self.policy, RollbackGuard):
-            any_rank = self.agreement.any_rank
-            self.states = States(self.model, self.optimizer, self.policy, chosen, loader, any_rank)
+        if isinstance(policy, RollbackGuard):
+            self.states = LoopStates(self.model, self.optimizer, policy, chosen, loader, tracker, agreement.any_rank)
         self.judge = Judge(
             self.model,
             self.optimizer,

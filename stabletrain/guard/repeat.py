@@ -25,7 +25,7 @@ def repeatable(rerun: Rerun) -> bool:
 
 
 def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
-    """Computes the gradients of a step again, if that is due; returns the number that judges it, 0-d fp32, or 0.
+    """Computes the gradients of a step again, if it can be repeated; returns the number that judges it, 0-d fp32, or 0.
 
     Args:
         recheck: receives the comparison.
@@ -35,7 +35,7 @@ def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
         `OUT_OF_MEMORY` if memory did not suffice.
     """
     recheck.forget()
-    if not recheck.repeats(step) or not repeatable(rerun):
+    if not repeatable(rerun):
         return 0.0
     device, first = rerun.begun.generators.device, [parameter.grad for parameter in rerun.parameters]
     recheck.exact = repeats_exactly(rerun.model, device)
