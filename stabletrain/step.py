@@ -310,7 +310,7 @@ class CheckedUpdate:
     def apply(self, gate: Tensor) -> Tensor:
         """Applies the update; if it is this step's turn, applies that of one tensor again to copies. See `apply`."""
         state, guard = self._state, self._tools.guard
-        repeat = guard.recheck.of_update(state, self._tools)
+        repeat = guard.recheck.of_update(state, self._tools.parallel)
         self._before = guard.lengths.before(state.model)
         withheld = apply(state.optimizer, gate)
         self.recheck = repeat.update(partial(apply, gate=gate))

@@ -8,19 +8,21 @@ that was withheld. The difference is where a step comes from: the user's closure
 | guard | `Guard`: runs the user's closures forward and backward, and applies the update, or changes nothing at all |
 | attached_guard, attach | judges at `optimizer.step()`, for a loop that cannot be edited |
 | loop_guard | what both do with a step: begin, judge, apply or withhold, follow the verdict |
-| options | the options of a guard, and the policy that is built from them |
+| options | builds the policy from a guard's options |
 | judge | measures a step, judges it and clips |
 | micro_batch | a closure with its batch: one micro-batch of a step |
 | gradients | the gradients of the optimizer's parameters, and their norms |
-| spikes | what counts as a spike in a loop of which nothing is known |
 | scaling | the loss scale: none, this project's, or a `torch.amp.GradScaler` |
 | agreement | the numbers of a step, equal on all ranks |
-| states | snapshots to roll back to, and the position of the data loader |
+| states | snapshots: which are kept, which are intact, which one is restored; `train.py` uses it too |
+| loop_states | the same for a user's loop, with the position of its data loader |
 | load_listener | notices that the loop loads weights or moments by itself |
-| rerun, shared_reruns | runs a step's closures again, and restores everything; on several ranks together |
+| rerun | runs a step's closures again, and restores everything |
 | repeat | computes the gradients of a step twice, which must give the same bits |
 | samples | the samples of a batch: which are bad, and which make the step fail |
 | subject | the step as an investigation sees it |
+| whole_weights | whole weights in a model that FSDP2 shards, to try single samples |
+| in_code | fixes in words that hold in any loop |
 | saved_step | the step in an incident's folder, and its replay from there |
 | incidents | investigates a withheld step and writes its folder |
 """

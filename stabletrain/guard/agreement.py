@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks, all_gather_tensor
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import GradNorms, LossTerms, Number, StepChecks
 
 
@@ -37,7 +38,7 @@ class RankNumbers(NamedTuple):
     unproven: bool
 
 
-class OneRank:
+class OneRank(SingleProcess):
     """One process: its own numbers are those of the step.
 
     Attributes:

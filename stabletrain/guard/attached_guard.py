@@ -15,7 +15,7 @@ from stabletrain.guard.attach import LoopRecorder
 from stabletrain.guard.gradients import gradients, measure
 from stabletrain.guard.loop_guard import LoopGuard
 from stabletrain.guard.micro_batch import MicroBatch
-from stabletrain.guard.options import GuardOptions
+from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.guard.scaling import LoopScaling
 from stabletrain.records import Reading
@@ -26,6 +26,32 @@ CLIPPED_NAN = (
 )
 
 
+class AttachedLoop(OwnLoop):
+    """A loop that runs its own code, and steps its optimizer itself.
+
+    Attributes:
+        recorder: records the loop's forward calls; set by the guard.
+    """
+
+    runs_closures = False
+    recorder: LoopRecorder
+
+    def apply(self, begun: BegunStep, reading: Reading) -> Reading:
+        """Applies the loop's update once more, after one that was undone; returns the reading, changed if undone."""
+        kept = self.copies()
+        with self.update(kept):
+            self.run_optimizer_step()
+        return reading if self.keep_or_undo(kept) else self.undone(begun, reading)
+
+    def run_optimizer_step(self) -> None:
+        """Runs the optimizer's own step, without judging it."""
+        self.recorder.run_own_step()
+
+    def gap(self, begun: BegunStep) -> str:
+        """Returns why the recorded calls do not compute the loop's own loss; empty if they do."""
+        return self.recorder.gap(begun)
+
+
 class AttachedGuard(LoopGuard):
     """Guards a loop that calls `optimizer.step()` itself; see `Guard.attach`.
 
@@ -33,16 +59,17 @@ class AttachedGuard(LoopGuard):
         ConfigError: `precision` or `max_norm` is given, which the loop itself does.
     """
 
+    loop_type = AttachedLoop
     updates = False
 
     def __init__(
         self,
         model: nn.Module | Sequence[Tensor],
         optimizer: Optimizer,
-        options: GuardOptions,
         *,
         scaler: GradScaler | None = None,
         criterion: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> None:
         if criterion is not None and not isinstance(criterion, nn.Module):
             raise ConfigError(
@@ -50,19 +77,20 @@ class AttachedGuard(LoopGuard):
                 "function returns cannot be seen; leave it out"
             )
         for name in ("precision", "max_norm"):
-            if getattr(options, name) is not None:
+            if options.get(name) is not None:
                 raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
-        if options.recheck_every:
+        if options.get("recheck_every"):
             raise ConfigError(
                 "Guard.attach(recheck_every=...): only a closure can be run again; use Guard and guard.step"
             )
-        super().__init__(model, optimizer, options)
-        optimizer = self._optimizer
+        super().__init__(model, optimizer, **options)
+        loop = self._loop
+        assert isinstance(loop, AttachedLoop)
         name = "fp16" if scaler is not None else ""
-        self._judge.scaling = LoopScaling(self._scaling.precision, name, optimizer, scaler)
+        loop.judge.scaling = LoopScaling(loop.scaling.precision, name, loop.optimizer, scaler)
         self._pending: tuple[BegunStep, Reading] | None = None
-        self._recorder = LoopRecorder(
-            self._outer, optimizer, scaler, criterion, self._begin, self._decide, self._loops_update
+        self._recorder = loop.recorder = LoopRecorder(
+            loop.outer, loop.optimizer, scaler, criterion, loop.begin, self._decide, self._loops_update
         )
 
     def step(self, *arguments: Any, **keywords: Any) -> Tensor:
@@ -98,7 +126,7 @@ class AttachedGuard(LoopGuard):
 
         Call it when the gradients are unscaled.
         """
-        self._recorder.unclipped = measure(gradients(self._parameters), [])[0]
+        self._recorder.unclipped = measure(gradients(self._loop.parameters), [])[0]
 
     def detach(self) -> None:
         """Undoes `attach`: the optimizer steps as it did before."""
@@ -118,22 +146,23 @@ class AttachedGuard(LoopGuard):
         Args:
             loss: returned by the loop's own closure; None if it has none.
         """
-        self._find_parameters()
-        found, recorder = gradients(self._parameters), self._recorder
+        loop, recorder = self._loop, self._recorder
+        loop.trained.find()
+        found = gradients(loop.parameters)
         recorded, seen, begun = recorder.recorded, recorder.seen_loss(), recorder.take()
-        if not found and not self._policy.update_check.why(self._optimizer):
+        if not found and not loop.policy.update_check.why(loop.optimizer):
             return True  # nothing is updated
         # The loss that counts: recorded by an adapter, or returned by the model; 0 if unknown, so that the gradients
         # alone are judged. NaN in a loss that was only seen is added.
         if loss is None or (recorded and begun.losses):
-            loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
+            loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=loop.device)
         if not recorded:
             loss = loss + seen.to(loss.device)
-        unclipped, changed = recorder.norms_before_clipping, self._state_changed(begun)
-        reading = self._judge_step(self._step + 1, loss.detach(), unclipped=unclipped, changed=changed)
+        unclipped, changed = recorder.norms_before_clipping, loop.state_changed(begun)
+        reading = loop.read(loop.steps + 1, loss.detach(), unclipped=unclipped, changed=changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
         if spread and all(not bool(each.isfinite().all()) for each in found):
-            self._incidents.note(CLIPPED_NAN)
+            self._tracker.note(CLIPPED_NAN)
         # The loop applies the update in `_loops_update`, which also ends the step; a withheld step ends here.
         self._pending = begun, self._count(reading)
         if not reading.applied:
@@ -146,23 +175,14 @@ class AttachedGuard(LoopGuard):
         if self._pending is None:  # there was nothing to judge
             yield
             return
-        kept = self._copies()
-        with self._update(kept):
+        loop = self._loop
+        kept = loop.copies()
+        with loop.update(kept):
             yield
-        if not self._keep_or_undo(kept):
+        if not loop.keep_or_undo(kept):
             begun, reading = self._pending
-            self._pending = begun, self._undone(begun, reading)
+            self._pending = begun, loop.undone(begun, reading)
         self._end()
-
-    def _apply(self) -> bool:
-        """Applies the loop's update once more, after one that was undone; returns whether it stays."""
-        kept = self._copies()
-        with self._update(kept):
-            self._run_optimizer_step()
-        return self._keep_or_undo(kept)
-
-    def _run_optimizer_step(self) -> None:
-        self._recorder.run_own_step()
 
     def _end(self) -> None:
         """Follows the verdict on the step, after its update was applied or withheld."""
@@ -175,6 +195,3 @@ class AttachedGuard(LoopGuard):
             self._end_step()
             self._recorder.watching = True
             self._recorder.end_step()
-
-    def _gap(self, begun: BegunStep) -> str:
-        return self._recorder.gap(begun)

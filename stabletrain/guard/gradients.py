@@ -43,6 +43,41 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     return found
 
 
+class TrainedParameters:
+    """The parameters that the optimizer updates, although a loop may add some or replace some.
+
+    Attributes:
+        found: the parameters, in the order of `model.parameters()`.
+
+    Raises:
+        ConfigError: see `trained_parameters`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.found = trained_parameters(model, optimizer)
+        self._ids, self._without_gradient = set[int](), 0
+        self._first_ids = {id(parameter) for parameter in model.parameters()}
+
+    def find(self) -> None:
+        """Finds them again, if the optimizer holds others than before."""
+        ids = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        if ids != self._ids:
+            self.found, self._ids = trained_parameters(self._model, self._optimizer), ids
+
+    def replaced(self) -> list[str]:
+        """Returns parameters that the loop put in the place of trained ones, once: the optimizer never updates them."""
+        without_gradient = sum(parameter.grad is None for parameter in self.found)
+        if without_gradient == self._without_gradient:  # as in the step before
+            return []
+        self._without_gradient = without_gradient
+        present = {id(parameter) for parameter in self._model.parameters()}
+        if all(id(parameter) in present for parameter in self.found):
+            return []
+        named, known = self._model.named_parameters(), self._ids | self._first_ids
+        return [name for name, each in named if each.requires_grad and id(each) not in known]
+
+
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer inside accelerate's wrapper, which has no hooks; any other as it is.
 

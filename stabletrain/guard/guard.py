@@ -8,12 +8,10 @@ A step runs forward and backward, judges loss and gradients, clips, and applies 
 Its verdict is known before it returns, which takes one host read: on CUDA the host waits for the backward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, SupportsIndex
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -22,8 +20,6 @@ from stabletrain.errors import ConfigError
 from stabletrain.guard.attached_guard import AttachedGuard
 from stabletrain.guard.loop_guard import LoopGuard, guard_of
 from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, versions
-from stabletrain.guard.options import GuardOptions
-from stabletrain.guard.policy import SkipGuard
 from stabletrain.guard.repeat import repeat
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.records import Number
@@ -65,45 +61,8 @@ class Guard(LoopGuard):
         ConfigError: model and optimizer do not belong together, or an argument is out of bounds.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | Sequence[Tensor],
-        optimizer: Optimizer,
-        *,
-        folder: str | Path = "incidents",
-        rollback: bool = False,
-        slow: str = "alarm",
-        max_norm: float | None = None,
-        precision: str | None = None,
-        scaler: GradScaler | None = None,
-        loader: Any = None,
-        policy: SkipGuard | None = None,
-        checksum_every: int = 0,
-        recheck_every: int = 0,
-        check_update: bool = True,
-        max_incidents: int = 10,
-        max_seconds: float = 120.0,
-        keep_state: bool = True,
-    ) -> None:
-        options = GuardOptions(
-            folder=folder,
-            rollback=rollback,
-            slow=slow,
-            max_norm=max_norm,
-            precision=precision,
-            scaler=scaler,
-            loader=loader,
-            policy=policy,
-            checksum_every=checksum_every,
-            recheck_every=recheck_every,
-            check_update=check_update,
-            max_incidents=max_incidents,
-            max_seconds=max_seconds,
-            keep_state=keep_state,
-        )
-        super().__init__(model, optimizer, options)
-        self._begun: BegunStep | None = None
-        self._rehearsed = False
+    _begun: BegunStep | None = None
+    _rehearsed = False
 
     @classmethod
     def attach(
@@ -129,7 +88,7 @@ class Guard(LoopGuard):
         Returns:
             the guard. Its `last.loss` is 0 if the loop's loss is not known.
         """
-        return AttachedGuard(model, optimizer, GuardOptions(**options), scaler=scaler, criterion=criterion)
+        return AttachedGuard(model, optimizer, scaler=scaler, criterion=criterion, **options)
 
     # ---- a step
 
@@ -163,19 +122,19 @@ class Guard(LoopGuard):
         """
         first = self._begun is None
         if self._begun is None:
-            if guard_of(self._optimizer) is not self:
+            if guard_of(self._loop.optimizer) is not self:
                 raise ConfigError("a newer Guard was made for this optimizer: use one guard for each optimizer")
-            self._begun = self._begin()
+            self._begun = self._loop.begin()
         # Keep the closure with its batch: if the step is withheld, they run again.
         begun, micro_batch = self._begun, MicroBatch(closure, in_new_containers(batch))
         try:
             begun.versions += versions(batch)
-            with self._scaling.autocast():
+            with self._loop.scaling.autocast():
                 value = self._run(micro_batch, begun)
             loss = loss_of(value)
-            if first and any(parameter.grad is not None for parameter in self._parameters):
+            if first and any(parameter.grad is not None for parameter in self._loop.parameters):
                 raise ConfigError("the closure called .backward(): return the loss, and the guard differentiates it")
-            self._scaling.scale(loss).backward()
+            self._loop.scaling.scale(loss).backward()
         except BaseException:
             self._begun = None  # the step is given up; the next one starts from the beginning
             begun.buffers.put_back()  # such as the statistics of a batch norm
@@ -192,7 +151,7 @@ class Guard(LoopGuard):
             raise
         except Exception as error:
             failed = replace(begun, micro_batches=[*begun.micro_batches, micro_batch])
-            self._incidents.explain_error(error, self._rerun(failed, 1.0))
+            self._incidents.explain_error(error, self._loop.rerun(failed, 1.0))
             raise
 
     def update(self, *, step: SupportsIndex | None = None) -> Tensor:
@@ -213,55 +172,33 @@ class Guard(LoopGuard):
             self.at(step)
         if begun is None:
             raise ConfigError("guard.update() was called without guard.backward() before it")
-        if all(parameter.grad is None for parameter in self._parameters):
+        if all(parameter.grad is None for parameter in self._loop.parameters):
             raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
         loss = sum(begun.losses[1:], begun.losses[0])
         # Check the machine before the numbers are used: has memory changed since the last update, and does this step's
         # gradient come out with the same bits a second time?
-        changed, recheck = self._state_changed(begun), self._recheck(begun)
+        changed, recheck = self._loop.state_changed(begun), self._recheck(begun)
         # Judge on the unscaled, unclipped gradients; this waits for the device.
-        reading = self._count(self._judge_step(self._step + 1, loss, changed=changed, recheck=recheck))
+        reading = self._count(self._loop.read(self._loop.steps + 1, loss, changed=changed, recheck=recheck))
         try:
             # Apply or withhold the update, and follow the policy's verdict on the step.
-            self._follow(begun, self._apply_if_open(begun, reading))
+            self._follow(begun, self._loop.apply(begun, reading))
         finally:
             self._end_step()
         return loss
 
     def _recheck(self, begun: BegunStep) -> Number:
         """Returns how far this step's gradients differ from a second computation, if that is due; else 0."""
-        recheck = self._policy.recheck
+        recheck = self._loop.policy.recheck
         if self.last is not None and not self._rehearsed:  # the step before this one has made the moments
             self._rehearsed = True
-            recheck.rehearse(self._step)
-        if not recheck.repeats(self._step) or self._agreement.ranks.distributed:
+            recheck.rehearse(self._loop.steps)
+        if not recheck.repeats(self._loop.steps) or self._loop.agreement.ranks.distributed:
+            recheck.forget()
             return 0.0
-        return repeat(recheck, self._rerun(begun, float(self._scaling.loss_scale())), self._step)
-
-    def _apply(self) -> bool:
-        """Applies the update; returns whether it stays: one that is not finite is undone."""
-        lengths, scaling = self._policy.lengths, self._scaling
-        before, kept = lengths.before(self._model), self._copies()
-        scale = None if kept is None else scaling.saved()
-        with self._update(kept):
-            scaling.update(self._optimizer, True, False)
-        if not self._keep_or_undo(kept):
-            scaling.put_back(scale)
-            return False
-        # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.
-        self._states.lengths = [*lengths.after(before, summed).values()]
-        return True
-
-    def _run_optimizer_step(self) -> None:
-        self._optimizer.step()
+        return repeat(recheck, self._loop.rerun(begun, float(self._loop.scaling.loss_scale())), self._loop.steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. Snapshots are not part of it: the next step takes a new one."""
         super().load_state_dict(state)
         self._begun = None
-
-
-def summed(values: Tensor) -> Tensor:
-    """Returns the elementwise sum over the ranks, of sharded parameters."""
-    dist.all_reduce(values)
-    return values

@@ -1,13 +1,11 @@
 """Investigates a withheld step of a user's loop and writes its folder, on one rank or several."""
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.distributed_handler import for_all_ranks
 from stabletrain.forensics.handler import IncidentHandler, IncidentSummary, NoIncidentHandler
@@ -17,16 +15,13 @@ from stabletrain.guard.rerun import Rerun
 from stabletrain.guard.subject import LoopSubject
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import WholeState
-from stabletrain.printable import printable
-
-LOG = logging.getLogger("stabletrain")
-"""Incidents are logged here, as warnings, on the main process."""
+from stabletrain.tracking.tracker import NoTracker
 
 MAX_ERRORS = 3
 """Maximum number of errors of closures that are explained."""
 
 
-class Incidents:
+class Incidents(NoIncidentHandler):
     """Investigates a loop's withheld steps.
 
     Args:
@@ -36,11 +31,22 @@ class Incidents:
 
     Attributes:
         found: summaries of the incidents, oldest first.
+        newest: the policy's kind of the newest held step that was investigated.
+        keep_state: whether weights are saved with an incident that can be replayed from its folder.
     """
 
-    def __init__(self, folder: Path, max_incidents: int, max_seconds: float, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_incidents: int,
+        max_seconds: float,
+        ranks: Ranks,
+        tracker: NoTracker,
+        keep_state: bool = True,
+    ) -> None:
         own = IncidentHandler(max_incidents, max_seconds) if max_incidents else NoIncidentHandler()
         self._handler, self.found = for_all_ranks(own, ranks), own.found
+        self.newest, self.keep_state, self._tracker = "", keep_state, tracker
         self._folder, self._ranks, self._explained, self._enabled = folder, ranks, 0, bool(max_incidents)
 
     def investigate(
@@ -51,15 +57,8 @@ class Incidents:
         All ranks must call it together.
         """
         self._handler.open(self._folder, setting, shared=True)
-        try:
-            states = WholeState(subject.rerun.model, subject.older_state)
-            summary = self._handler.handle(request, lambda: subject, states)
-        except NotInvestigated as error:
-            self.note(f"step {subject.reading.step}: this incident is not investigated: {error}")
-            return None
-        if summary is not None and not summary.known:
-            self.note(*summary.lines)
-        return summary
+        states = WholeState(subject.rerun.model, subject.older_state)
+        return self._handler.handle(request, lambda: subject, states)
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:
         """Logs where values were first not finite in a closure that raised an error, if any were."""
@@ -75,16 +74,12 @@ class Incidents:
             return
         first = tracing.accidents[0]
         why = first.finding.reason if first.finding is not None else "its result is not finite"
-        self.note(
-            f"before this {type(error).__name__}, {first.op} in {first.module or 'the model'} gave NaN or Inf: {why}",
+        self._tracker.note(
+            f"before this {type(error).__name__}, {first.op} in {first.module or 'the model'} gave NaN or Inf: {why}"
+        )
+        self._tracker.note(
             f"at: {first.source}" + (f", called from {first.called_from}" if first.called_from else ""),
         )
-
-    def note(self, *lines: str) -> None:
-        """Logs lines on the main process."""
-        if self._ranks.is_main:
-            for line in lines:
-                LOG.warning("%s", printable(line))
 
 
 def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSettings:

@@ -12,7 +12,6 @@ from stabletrain.guard.agreement import OneRank, RankNumbers
 from stabletrain.guard.gradients import gradients, measure, multiply_
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.guard.scaling import Scaling
-from stabletrain.guard.spikes import gate
 from stabletrain.records import Clipped, DeviceReading, GradNorms, Number, Reading
 from stabletrain.stability.clipping.fixed import NormClip
 from stabletrain.step import InFlight
@@ -90,7 +89,7 @@ class Judge:
         terms, norms, checks = self._agreement.agree(own)
         checks = replace(checks, recheck=recheck)
         overflow = scaling.overflow(terms, norms)
-        opened = scaling.close(gate(self._policy, terms, norms, checks), overflow)
+        opened = scaling.close(self._policy.gate(terms, norms, checks), overflow)
         # Clip whether or not the gate is open: the host does not know yet.
         clipped = Clipped(1.0)
         if self._clip is not None:

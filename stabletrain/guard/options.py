@@ -1,63 +1,51 @@
-"""The options of a guard of a user's loop, checked once, and the policy that is built from them."""
+"""Checks the options of a guard of a user's loop, and builds the policy from them; `Guard` explains each option."""
 
 import copy
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torch.amp import GradScaler
-
 from stabletrain.errors import ConfigError
-from stabletrain.guard.checks.recheck import recheck_every
+from stabletrain.guard.checks.recheck import recheck_every as recheck_of
 from stabletrain.guard.checks.update_check import NoUpdateCheck
+from stabletrain.guard.loop_states import Loader
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
-from stabletrain.guard.states import Loader
 
 
-@dataclass(frozen=True)
-class GuardOptions:
-    """The keyword arguments of `Guard`, where they are explained.
+def make_policy(
+    policy: SkipGuard | None = None,
+    *,
+    rollback: bool = False,
+    slow: str = "alarm",
+    checksum_every: int = 0,
+    recheck_every: int = 0,
+    check_update: bool = True,
+) -> SkipGuard:
+    """Returns a new policy. A policy that the user gave is copied: the user's own object never changes.
 
     Raises:
-        ConfigError: one is out of bounds.
+        ConfigError: an option is out of bounds.
     """
+    if checksum_every < 0:
+        raise ConfigError(f"Guard(checksum_every={checksum_every}) is below 0: 1 checks between all updates, 0 never")
+    if recheck_every < 0:
+        raise ConfigError(f"Guard(recheck_every={recheck_every}) is below 0: 250 is usual, 0 repeats nothing")
+    made = copy.deepcopy(policy) if policy is not None else (RollbackGuard if rollback else SkipGuard)(slow=slow)
+    made.lone_loss_is_spike = False  # nothing is known about the loop's loss
+    made.check_state_every(checksum_every)
+    made.recheck = recheck_of(recheck_every)
+    if not check_update:
+        made.update_check = NoUpdateCheck()
+    return made
 
-    folder: str | Path = "incidents"
-    rollback: bool = False
-    slow: str = "alarm"
-    max_norm: float | None = None
-    precision: str | None = None
-    scaler: GradScaler | None = None
-    loader: Any = None
-    policy: SkipGuard | None = None
-    checksum_every: int = 0
-    recheck_every: int = 0
-    check_update: bool = True
-    max_incidents: int = 10
-    max_seconds: float = 120.0
-    keep_state: bool = True
 
-    def __post_init__(self) -> None:
-        if self.loader is not None and not isinstance(self.loader, Loader):
-            raise ConfigError(
-                f"Guard(loader={type(self.loader).__name__}(...)) has no state_dict and load_state_dict: leave it out, "
-                "or use torchdata's StatefulDataLoader"
-            )
-        if self.checksum_every < 0:
-            raise ConfigError(
-                f"Guard(checksum_every={self.checksum_every}) is below 0: 1 checks between all updates, 0 never"
-            )
-        if self.recheck_every < 0:
-            raise ConfigError(f"Guard(recheck_every={self.recheck_every}) is below 0: 250 is usual, 0 repeats nothing")
+def check_loader(loader: Any) -> Loader | None:
+    """Returns the loader, which a rollback puts back; None if there is none.
 
-    def make_policy(self) -> SkipGuard:
-        """Returns a new policy. A policy that the user gave is copied: the user's own object never changes."""
-        if self.policy is not None:
-            policy = copy.deepcopy(self.policy)
-        else:
-            policy = (RollbackGuard if self.rollback else SkipGuard)(slow=self.slow)
-        policy.check_state_every(self.checksum_every)
-        policy.recheck = recheck_every(self.recheck_every)
-        if not self.check_update:
-            policy.update_check = NoUpdateCheck()
-        return policy
+    Raises:
+        ConfigError: it has no position to save.
+    """
+    if loader is not None and not isinstance(loader, Loader):
+        raise ConfigError(
+            f"Guard(loader={type(loader).__name__}(...)) has no state_dict and load_state_dict: leave it out, "
+            "or use torchdata's StatefulDataLoader"
+        )
+    return loader

@@ -1,36 +1,31 @@
-"""The gradients of a step of a user's loop, computed a second time; they must have the same bits.
+"""The gradients of a step of a user's loop, computed a second time.
 
-`guard/checks/recheck.py` decides when, and judges a difference. Here the closures run again with their batches. A
-step is left out if its bits cannot be expected again: closures without a batch, or that changed it; compiled models;
-kernels that add in any order; a loss scale; several ranks.
+`checks/recheck.py` decides when, and judges a difference. Here the closures run again with their batches. A step is
+left out if a rerun does not compute the same: closures without a batch, or that changed it; compiled models; a loss
+scale; several ranks.
 """
 
-import platform
-from contextlib import suppress
-
 import torch
-from torch import Tensor
 
-from stabletrain.guard.checks.comparing import compare, sums
-from stabletrain.guard.checks.recheck import Finding, NoRecheck, repeats_exactly
-from stabletrain.guard.checks.repeats import OUT_OF_MEMORY
+from stabletrain.guard.checks.comparing import compare
+from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly
+from stabletrain.guard.checks.repeats import over_ranks
 from stabletrain.guard.rerun import Rerun
-from stabletrain.machine import hardware
 from stabletrain.machine.memory import within_memory
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Number
 
 
 def repeatable(rerun: Rerun) -> bool:
-    """Returns whether the closures of a step must give the same bits again."""
+    """Returns whether a rerun computes what the step computed."""
     begun = rerun.begun
     changed = any(tensor._version != version for tensor, version in begun.versions)
     with_batch = all(each.takes_batch for each in begun.micro_batches)
-    exact = repeats_exactly(rerun.model, begun.generators.device) and rerun.outer is rerun.model
-    return exact and with_batch and not changed and rerun.loss_scale == 1.0
+    return rerun.outer is rerun.model and with_batch and not changed and rerun.loss_scale == 1.0
 
 
 def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
-    """Computes the gradients of a step again, if that is due; returns how far they differ, 0-d fp32, or 0.
+    """Computes the gradients of a step again, if it can be repeated; returns the number that judges it, 0-d fp32, or 0.
 
     Args:
         recheck: receives the comparison.
@@ -39,39 +34,17 @@ def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
     Returns:
         `OUT_OF_MEMORY` if memory did not suffice.
     """
-    recheck.compared, recheck.found = {}, None
-    if not recheck.repeats(step) or not repeatable(rerun):
+    recheck.forget()
+    if not repeatable(rerun):
         return 0.0
-    first = [parameter.grad for parameter in rerun.parameters]
+    device, first = rerun.begun.generators.device, [parameter.grad for parameter in rerun.parameters]
+    recheck.exact = repeats_exactly(rerun.model, device)
     again = within_memory(rerun.run)
-    if again is None:
-        return OUT_OF_MEMORY
-    if not recheck.due(step):  # the rehearsal, which is not judged
-        return 0.0
-    pairs = [*zip(names(rerun), first, again.gradients, strict=True)]
-    recheck.compared["gradient"] = compare(pairs, rerun.begun.generators.device)
-    return recheck.compared["gradient"].ratios.amax()
-
-
-def confirm(recheck: NoRecheck, rerun: Rerun) -> Finding:
-    """Computes gradients that differ a third time; returns the finding. Waits for the device."""
-    compared = recheck.compared["gradient"]
-    ratios = compared.ratios.tolist()
-    tensors = sorted(zip(compared.names, ratios, strict=True), key=lambda each: -each[1])
-    device, third = rerun.begun.generators.device, ""
-    with suppress(Exception):  # a user's closure may raise anything, and the two results are known
-        third = which(sums(rerun.run().gradients, device), compared.first, compared.second)
-    place = f"device {device} ({hardware.name(device)}), host {platform.node()}, rank 0"
-    return Finding(
-        "gradient", True, [each for each in tensors if each[1] > 0], third, recheck.agreed("gradient"), 0.0, place
-    )
-
-
-def which(third: Tensor, first: Tensor, second: Tensor) -> str:
-    """Returns which of two results a third one equals: `first`, `second` or `neither`."""
-    if torch.equal(third, first):
-        return "first"
-    return "second" if torch.equal(third, second) else "neither"
+    pairs = [] if again is None else [*zip(names(rerun), first, again.gradients, strict=True)]
+    compared = within_memory(lambda: compare(pairs, device)) if pairs else None
+    ratios = torch.zeros(len(first), device=device) if compared is None else compared.ratios
+    eps = torch.finfo(getattr(rerun.scaling.precision, "dtype", torch.float32)).eps
+    return over_ranks(compared, ratios, recheck.judge_of(step, "gradient", eps), SingleProcess())
 
 
 def names(rerun: Rerun) -> list[str]:

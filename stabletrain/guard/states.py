@@ -1,224 +1,160 @@
-"""Snapshots of a user's training state, to roll back to: weights, moments, limits of the guard, loss scale, loader."""
+"""Snapshots of the training state in host memory: which are kept, and which one is restored.
 
-import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+`trainer/saved_states.py` adds checkpoints on disk, `loop_states.py` the data loader of a user's own loop. The guard
+decides which steps' states to retain and which of them are healthy (`policy/retained.py`).
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+| | |
+|---|---|
+| take | copy the present state to the host, with its checksums; drop the snapshots that are no longer retained |
+| choose | the newest healthy state, or after a slow spike one from before the spike began |
+| check | a snapshot must be finite and have its checksums; a damaged one is reported, and dropped on all ranks |
+| restore | everything but counts, budgets and time, which a rollback does not undo |
+"""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any, Protocol, runtime_checkable
 
 from stabletrain.checkpoint.capture import Stateful, capture, restore
-from stabletrain.checkpoint.snapshots import Snapshots, choose_memory
+from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.errors import TrainingHalted
 from stabletrain.guard.checks.written import state_is_finite
-from stabletrain.guard.incidents import LOG
-from stabletrain.guard.policy import RollbackGuard
-from stabletrain.guard.scaling import Scaling
-from stabletrain.machine.memory import free_host_memory
-from stabletrain.parallel.ranks import current_ranks
+from stabletrain.guard.policy import NoGuard
 from stabletrain.records import TrainState
+from stabletrain.tracking.tracker import NoTracker
 
 
 @runtime_checkable
-class Loader(Protocol):
-    """A data loader whose position can be saved, such as torchdata's `StatefulDataLoader`."""
+class HasCumulativeState(Protocol):
+    """A part of the state with values that a rollback does not undo: counts, budgets, time."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
-
-
-class NoStates:
-    """Keeps no snapshots: the guard skips steps, and never rolls back.
-
-    Attributes:
-        lengths: of the last update, and of the weights after it, for the next step's reading; empty if not measured.
-    """
-
-    def __init__(self) -> None:
-        self.lengths: list[Tensor] = []
-
-    def before_first_update(self, step: int) -> None:
-        """Does nothing."""
-        del step
-
-    def after_update(self, step: int) -> None:
-        """Does nothing."""
-
-    def older(self, step: int) -> Tree | None:
-        """Returns None: there is no older state."""
-        del step
-
-    def roll_back(self, step: int, *, number: int) -> int:
-        """Never called: the guard does not ask for it."""
-        del step
-        raise TrainingHalted(f"step {number}: there is no state to go back to")
-
-    def put_back(self, number: int) -> int:
-        """Never called: the guard does not ask for it."""
-        return self.roll_back(0, number=number)
+    def cumulative_state(self) -> dict[str, Any]: ...
+    def load_cumulative_state(self, state: dict[str, Any], /) -> None: ...
 
 
-class BesideSnapshot(NamedTuple):
-    """What is kept beside a snapshot.
+class KeptStates:
+    """Keeps snapshots of one run, and finds the one to restore.
 
     Attributes:
-        reference: the checksums that it must have when it is restored.
-        read: number of steps whose batches the loop had read or passed over.
-        lengths: see `NoStates`.
-        position: of the loader; None if there is none.
-    """
-
-    reference: Any
-    read: int
-    lengths: list[Tensor]
-    position: Any
-
-
-class States(NoStates):
-    """Keeps healthy snapshots in host memory.
+        state: the live state.
+        parts: every stateful object other than model and optimizer, by its name in snapshots and checkpoints.
+        snapshots: states in memory.
 
     Args:
-        model: without wrappers.
-        policy: decides which states are healthy.
-        scaling: its loss scale belongs to the state.
-        loader: its position belongs to the state; None if it has none.
+        guard: decides which states to retain and which are healthy.
+        tracker: receives events and lines.
         any_rank: returns whether its argument is true on any rank.
+        only_optimizer_writes: see `Snapshots.take`.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        policy: RollbackGuard,
-        scaling: Scaling,
-        loader: Loader | None,
+        state: TrainState,
+        parts: Mapping[str, Stateful],
+        *,
+        guard: NoGuard,
+        tracker: NoTracker,
         any_rank: Callable[[bool], bool] = bool,
+        only_optimizer_writes: bool = True,
     ) -> None:
-        super().__init__()
-        self._any_rank, self._chosen = any_rank, False
-        self._state, self._policy, self._loader = TrainState(model, optimizer), policy, loader
-        self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
-        self._snapshots = Snapshots()
-        self._beside: dict[int, BesideSnapshot] = {}  # by step
-        self._passed, self._first, self._groups = 0, -1, len(optimizer.param_groups)
+        self.state, self.parts, self.snapshots = state, parts, Snapshots()
+        self._references: dict[int, Any] = {}  # for each snapshot, the checksums that it must have when it is restored
+        self._present = Snapshots()  # holds the present state while a snapshot is checked in its place
+        self._guard, self._tracker, self._any_rank = guard, tracker, any_rank
+        self._only_optimizer_writes = only_optimizer_writes
 
-    def before_first_update(self, step: int) -> None:
-        """Takes the first snapshot, before the first judged step, and a new one if the parameter groups changed.
+    # ---- take
 
-        `step` is the number of steps done.
+    def snapshot_due(self, step: int) -> bool:
+        """Returns whether to take a snapshot after `step` steps."""
+        return self._guard.states.due(step)
+
+    def take_snapshot(self) -> None:
+        """Takes a snapshot of the present state, and frees those that are no longer retained."""
+        state, guard = self.state, self._guard
+        guard.states.retain(state.step, guard.healthy)
+        self.retain()  # first, so that the new snapshot takes the memory of a dropped one
+        self._copy_to(self.snapshots, self.parts)
+        self._references[state.step] = guard.state_check.reference(state)
+        self.retain()
+
+    def retain(self) -> None:
+        """Frees the snapshots that the guard no longer retains."""
+        steps = self._guard.states.steps
+        self.snapshots.retain(steps)
+        self._references = {step: each for step, each in self._references.items() if step in steps}
+
+    def _copy_to(self, snapshots: Snapshots, parts: Mapping[str, Stateful]) -> None:
+        tree = capture(self.state, parts)
+        snapshots.take(self.state.step, tree, self.state, only_optimizer_writes=self._only_optimizer_writes)
+
+    # ---- choose
+
+    def before_trouble(self) -> int | None:
+        """Returns the step of the state that a rollback should restore; None if there is none.
+
+        It is the newest healthy state, or after a slow spike one from before the spike began: as far back as there are
+        states.
         """
-        if self._groups != (groups := len(self._state.optimizer.param_groups)):
-            self._groups = groups
-            self._policy.states.forget()
-        if not self._policy.states.steps:
-            # The loop has already read this step's batch, which the loader's position includes.
-            self._first = step
-            self._choose_memory()
-            self._take(step)
+        before, steps = self._guard.rollback_before, self._guard.states.steps
+        if before is None:
+            return self._guard.states.target
+        return max((step for step in steps if step <= before), default=min(steps, default=None))
 
-    def _choose_memory(self) -> None:
-        """Compares, once, the memory for snapshots with the host's free memory; warns if that is too little."""
-        if self._chosen:
-            return
-        self._chosen, ranks = True, current_ranks()
-        line = choose_memory(
-            self._state,
-            snapshots=self._policy.states.most_retained,
-            checkpoints=0,
-            ranks=ranks.local_world_size,
-            free=free_host_memory(),
-            fix="fewer snapshots: Guard(policy=RollbackGuard(snapshots=1))",
-            any_rank=self._any_rank,
-        )
-        if line and ranks.local_rank == 0:
-            LOG.warning("%s", line)
+    # ---- check
 
-    def after_update(self, step: int) -> None:
-        """Takes a snapshot if one is due after the step that was just judged."""
-        if self._policy.states.due(step):
-            self._take(step)
+    def newest_intact(self, target: int | None, *, step: int) -> Tree | None:
+        """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; None without one.
 
-    def _take(self, step: int) -> None:
-        retained = self._policy.states
-        retained.retain(step, self._policy.healthy)
-        self._snapshots.retain(retained.steps)
-        self._state.step = step
-        self._snapshots.take(step, capture(self._state, self._parts), self._state, only_optimizer_writes=False)
-        self._snapshots.retain(retained.steps)
-        self._beside[step] = BesideSnapshot(
-            self._policy.state_check.reference(self._state),
-            step + self._passed + (step == self._first),
-            self.lengths,
-            None if self._loader is None else copy.deepcopy(self._loader.state_dict()),
-        )
-        self._beside = {taken: each for taken, each in self._beside.items() if taken in retained.steps}
-
-    def older(self, step: int) -> Tree | None:
-        """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
-        return self._snapshots.newest(step)
-
-    def roll_back(self, step: int, *, number: int) -> int:
-        """Restores the newest healthy state.
+        The present weights and moments are lost: each snapshot is restored to check it. All ranks must call it.
 
         Args:
-            step: the step at which the guard gave up on the present state.
-            number: of the step as the loop counts, for the message.
-
-        Returns:
-            the number of steps whose batches are to be passed over: with a loader, which was put back, those that were
-            read since the restored state too.
-
-        Raises:
-            TrainingHalted: no healthy state is left.
+            target: None if there is no state to look for.
+            step: the present step, for the report of a damaged snapshot.
         """
-        policy = self._policy
-        before, target = policy.rollback_before, policy.states.target
-        if before is not None:  # to before a slow spike, or as far back as there are states
-            steps = policy.states.steps
-            target = max((step for step in steps if step <= before), default=min(steps, default=None))
-        tree = self._newest_intact(target)
-        if tree is None:
-            raise TrainingHalted(f"step {number}: {policy.reason}; no healthy state is left to go back to")
-        # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
-        detour = policy.begin_rollback(step, step)
-        read = step + self._passed - self._beside[tree["step"]].read
-        self._restore(tree)
-        self._passed += detour.skip_batches
-        return detour.skip_batches + (0 if self._loader is None else read)
-
-    def put_back(self, number: int) -> int:
-        """Restores the newest intact state, because memory or arithmetic failed since.
-
-        Returns:
-            0: no batches are to be passed over. With a loader, those since that state are read again.
-
-        Raises:
-            TrainingHalted: no intact state is left.
-        """
-        tree = self._newest_intact(max(self._policy.states.steps, default=None))
-        if tree is None:
-            raise TrainingHalted(f"step {number}: {self._policy.reason}; no intact state is left to go back to")
-        self._restore(tree)
-        return 0
-
-    def _restore(self, tree: Tree) -> None:
-        """Restores a snapshot, except the counts and budgets of the policy; puts the loader back."""
-        kept = self._policy.cumulative_state()
-        restore(tree, self._state, self._parts)
-        self._policy.load_cumulative_state(kept)
-        beside = self._beside[tree["step"]]
-        self.lengths = beside.lengths
-        self._snapshots.retain(self._policy.states.steps)
-        if self._loader is not None:
-            self._loader.load_state_dict(copy.deepcopy(beside.position))
-
-    def _newest_intact(self, target: int | None) -> Tree | None:
-        """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; or None."""
-        while target is not None and (tree := self._snapshots.newest(target)) is not None:
-            restore(tree, self._state, {})  # the present state is lost in any case
-            intact = self._policy.state_check.restored(self._state, self._beside[tree["step"]].reference)
-            if intact and state_is_finite(self._state.model, self._state.optimizer):
-                return tree
-            self._snapshots.drop(tree["step"])
+        while target is not None and (kept := self.snapshots.newest(target)) is not None:
+            # If it is damaged on one rank, no rank may restore it.
+            if not self._any_rank(not self._is_intact(kept)):
+                return kept
+            damaged = kept["step"]
+            self.snapshots.drop(damaged)
+            self._tracker.event("corrupt_snapshot", step, snapshot=damaged)
+            self._tracker.note(f"step {step}: the snapshot after step {damaged} is damaged: not used")
         return None
+
+    def newest_intact_to_save(self, target: int | None) -> Tree | None:
+        """Returns the same snapshot, to write it to disk; the present state remains. All ranks must call it."""
+        if target is None or not self.snapshots.reaches(target):
+            return None
+        self._copy_to(self._present, {})
+        found = self.newest_intact(target, step=self.state.step)
+        restore(self._present.newest(self.state.step), copy(self.state), {})
+        self._present.retain([])
+        return found
+
+    def _is_intact(self, tree: Tree) -> bool:
+        # Checksums need live tensors, so restore weights and moments. The live counts do not change, because the
+        # threads that prefetch batches read them.
+        trial = copy(self.state)
+        restore(tree, trial, {})
+        has_checksums = self._guard.state_check.restored(trial, self._references.get(tree["step"]))
+        return has_checksums and state_is_finite(trial.model, trial.optimizer)
+
+    # ---- restore
+
+    def restore(self, tree: Tree, cumulative: Mapping[str, dict[str, Any]]) -> None:
+        """Restores a state, but for the values in `cumulative`, which keep their present value."""
+        restore(tree, self.state, self.parts)
+        self.load_cumulative_states(cumulative)
+
+    def cumulative_states(self) -> dict[str, dict[str, Any]]:
+        """Returns the values that a rollback does not undo, for each part that has some."""
+        parts = self.parts.items()
+        return {name: part.cumulative_state() for name, part in parts if isinstance(part, HasCumulativeState)}
+
+    def load_cumulative_states(self, cumulative: Mapping[str, dict[str, Any]]) -> None:
+        """Overwrites restored values with those from before the rollback."""
+        for name, values in cumulative.items():
+            part = self.parts[name]
+            assert isinstance(part, HasCumulativeState)
+            part.load_cumulative_state(values)

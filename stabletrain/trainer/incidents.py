@@ -1,38 +1,34 @@
-"""Decides which skipped steps and alarms are investigated, and collects what an investigation needs."""
+"""A step of the trainer as the engine sees it: what an investigation gets, and how the step is computed again."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
-from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.facts import same_bits
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
-from stabletrain.forensics.probes.samples import MAX_LISTED, bad_samples, describe
+from stabletrain.forensics.model_copy import copy_of_model, with_loss_scale
+from stabletrain.forensics.probes.samples import bad_samples
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.subject import StepSubject
-from stabletrain.guard.checks.copies import put_back_after
+from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.checks.recheck import repeats_exactly
-from stabletrain.guard.checks.state_check import NoStateCheck
-from stabletrain.guard.checks.written import state_is_finite, update_is_finite
-from stabletrain.machine.compiling import compiled_shape
-from stabletrain.parallel.single import SingleProcess
-from stabletrain.printable import is_round
-from stabletrain.records import Batch, Reading, TrainState, Verdict
-from stabletrain.step import InFlight, apply, compute
+from stabletrain.guard.engine import ReadStep
+from stabletrain.machine.compiling import compiled_shape, uncompiled
+from stabletrain.machine.determinism import rng_restored
+from stabletrain.records import Batch, Reading, TrainState
+from stabletrain.step import InFlight, apply, compute, count_targets, forward_backward
 from stabletrain.tools import Tools
 from stabletrain.trainer.run import TrainingRun
 
 UNUSED_BATCHES = 1_000_003
 """A replay reads its fresh batch at this multiple of the step number, a position that the run never reaches."""
-
-DAMAGED = "weights or moments have changed since the last update"
 
 
 class ExecutedStep(NamedTuple):
@@ -59,95 +55,75 @@ class ExecutedStep(NamedTuple):
         return self.batch.to(device).split(parts)
 
 
-def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> Verdict:
-    """Records a skipped step, and investigates it if it is the first in a row; returns the verdict on it.
+class StepOfRun(ReadStep):
+    """A step of the trainer: its batch is known, and it is computed again by `step.compute`.
 
-    The verdict becomes RESTORE if the machine was at fault: if the state is damaged, or a repetition of the step gives
-    other results. A step that halts the run is also investigated, unless the newest incident is of the same kind.
-    Skipped steps without an incident are printed only if `is_round` selects their count.
+    Attributes:
+        run, executed: the step and its run.
     """
-    guard, tracker = run.tools.guard, run.tracker
-    reason, samples = guard.reason, {}
-    # Name what is bad, so that the user can look at it: samples of the batch, or tensors of the state. Each rank
-    # inspects its own part, and all ranks get the whole list.
-    if guard.kind == "bad_data":
-        mine: list[dict[str, Any]] = []
+
+    def __init__(self, run: TrainingRun, executed: ExecutedStep) -> None:
+        reading = executed.reading()
+        super().__init__(
+            reading,
+            reading.step,
+            run.state.executed_steps,
+            run.state,
+            run.device,
+            run.tools.guard,
+            run.parallel,
+            run.tracker,
+            run.forensics.handler,
+        )
+        self.run, self.executed = run, executed
+
+    def investigate(self, kind: str, reading: Reading) -> IncidentSummary | None:
+        """See `ReadStep`."""
+        run, model = self.run, self.state.model
+        # Under FSDP an investigation needs the whole weights, of this step and of an older one that still was healthy.
+        states = run.parallel.whole_state(
+            model, lambda: run.saved.snapshots.newest(reading.step - 2), run.forensics.model_factory
+        )
+        request = IncidentRequest(
+            kind,
+            optimizer=self.state.optimizer if run.parallel.has_whole_moments else None,
+            limits=self.guard.bounds,
+            classes=self.executed.classes,
+            tick=self.tick,
+        )
+        return self.handler.handle(request, lambda: StepSubject(make_repro(run, self.executed, reading)), states)
+
+    def bad_samples(self) -> tuple[list[dict[str, Any]], int]:
+        """See `ReadStep`."""
+        batch, mine = self.executed.batch, []
         with suppress(Exception):  # a user's batch may hold anything, and the other ranks wait
-            mine = bad_samples(
-                transformed(executed.batch, run.device), run.tools.sanitizer.vocab_size, executed.classes
-            )
-        bad = run.parallel.gather_samples(mine, len(executed.batch))[:MAX_LISTED]
-        reason, samples = describe(bad), {"samples": bad}
-    if guard.kind == "state":
-        samples = {"tensors": changed_tensors(run.state.model, guard.state_check, run.parallel)}
-    # The event comes before the investigation, which takes long and may be killed.
-    tracker.event(
-        "skip",
-        reading.step,
-        kind=guard.kind,
-        reason=reason,
-        tick=run.state.executed_steps,
-        loss=reading.loss,
-        grad_norm=reading.grad_norm,
-        loss_scale=reading.loss_scale,
-        **samples,
-    )
-    if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
-        return verdict
-    if guard.kind == "recheck" and guard.recheck.found is None:  # this model's results vary: no fault
-        return verdict
-    handler = run.forensics.handler
-    # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps.
-    in_state = guard.kind in ("state", "recheck")
-    if guard.consecutive == 1 or in_state or (verdict is Verdict.HALT and guard.kind != handler.newest):
-        finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
-        # bad inputs may make the step non-finite; a bad label does not
-        kind = "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind
-        incident = handle_incident(run, executed, reading, kind)
-        if incident is not None:
-            guard.note_mistake(incident)  # so that a rollback is not repeated for the same mistake
-        verdict = check_machine(run, executed, reading, verdict, None if incident is None else incident.cause)
-        if incident is not None and not incident.known:
-            handler.newest = guard.kind
-            return verdict
-    number = guard.skips[guard.kind]
-    # a rollback or a halt prints its own message, so only plain skips are logged here
-    if verdict is Verdict.SKIP and is_round(number):
-        tracker.note(f"step {reading.step}: {reason}; update skipped ({guard.kind}, number {number})")
-    return verdict
+            vocab_size = self.run.tools.sanitizer.vocab_size
+            mine = bad_samples(transformed(batch, self.device), vocab_size, self.executed.classes)
+        return mine, len(batch)
 
+    def can_be_repeated(self) -> bool:
+        """See `ReadStep`."""
+        return repeats_exactly(self.state.model, self.device)
 
-def check_machine(
-    run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict, cause: str | None
-) -> Verdict:
-    """Returns RESTORE for a skipped step if memory or arithmetic was at fault, and not the data or the settings.
+    def differs_when_repeated(self, cause: str | None) -> bool:
+        """Computes the step again. The gradients of the next step, if it has been computed, are lost."""
+        del cause
+        return differs_when_repeated(self.state, self.run.tools, self.executed, self._micro_batches(), self.reading)
 
-    Args:
-        verdict: the guard's.
-        cause: what the investigation found; None if there was none.
-    """
-    guard, state, tools = run.tools.guard, run.state, run.tools
-    if guard.kind not in ("nonfinite", "spike", "update"):
-        return verdict
-    # Weights or moments that are not finite: every later step would be skipped, so restore an older state.
-    damaged = cause == "corrupt_state" or not state_is_finite(state.model, state.optimizer)
-    if run.parallel.any_rank(damaged):
-        found = guard.on_machine_fault(reading.step, f"{guard.reason}: {DAMAGED}", damaged=True, otherwise=verdict)
-        if found is not verdict:
-            guard.kind = "state"
-        return found
-    # Otherwise repeat the step: on a machine without fault it gives the same bits. This costs a whole step, so it is
-    # done only for the first skip in a row.
-    if guard.consecutive > 1 or guard.retried_step == reading.step or not repeats_exactly(state.model, run.device):
-        return verdict
-    if reading.bad_update:
-        differs = is_finite_when_repeated(state, run.device)
-    else:
-        micro_batches = executed.micro_batches(run.device, run.plan.grad_accum_steps)
-        differs = differs_when_repeated(state, tools, executed, micro_batches, reading)
-    if not run.parallel.any_rank(differs):
-        return verdict
-    return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
+    def update_again(self) -> None:
+        """See `ReadStep`."""
+        apply(self.state.optimizer, torch.ones((), dtype=torch.bool, device=self.device))
+
+    def gradient_again(self, compared: Compared) -> Tensor | None:
+        """Computes the gradients of the first micro-batch on a copy of the model, which is never compiled."""
+        model, tools = self.state.model, self.run.tools
+        if compiled_shape(model) is not None:
+            return None
+        tools = replace(tools, precision=with_loss_scale(tools.precision, self.reading.loss_scale))
+        return third_gradient(model, tools, self.executed.saved_buffers, self._micro_batches(), compared)
+
+    def _micro_batches(self) -> list[Batch]:
+        return self.executed.micro_batches(self.device, self.run.plan.grad_accum_steps)
 
 
 def differs_when_repeated(
@@ -168,62 +144,22 @@ def differs_when_repeated(
     return not (same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm))
 
 
-def is_finite_when_repeated(state: TrainState, device: torch.device) -> bool:
-    """Repeats an optimizer's step whose update was undone; returns whether it is finite now. Restores everything."""
-    with put_back_after(state.model, state.optimizer):
-        apply(state.optimizer, torch.ones((), dtype=torch.bool, device=device))
-        return update_is_finite(state.model, state.optimizer)
-
-
-def changed_tensors(model: nn.Module, state_check: NoStateCheck, parallel: SingleProcess) -> list[str]:
-    """Returns which tensors changed between two updates, on any rank; all ranks must call it."""
-    ranks = parallel.ranks
-    whose = f"rank {ranks.rank}: " if ranks.distributed else ""
-    mine = [{"index": None, "what": f"{whose}{each}"} for each in state_check.changes(model)]
-    return [each["what"] for each in parallel.gather_samples(mine, 1)]
-
-
-def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, kind: str) -> IncidentSummary | None:
-    """Investigates a step, and files and shows what is new; returns None if there was no investigation.
-
-    If an error prevents it, one line says so.
-
-    All ranks must call it before the next step changes the state.
-    """
-    tracker = run.tracker
-    # Under FSDP an investigation needs the whole weights, of this step and of an older one that still was healthy.
-    states = run.parallel.whole_state(
-        run.state.model, lambda: run.saved.snapshots.newest(reading.step - 2), run.forensics.model_factory
-    )
-    try:
-        request = IncidentRequest(
-            kind,
-            optimizer=run.state.optimizer if run.parallel.has_whole_moments else None,
-            limits=run.tools.guard.bounds,
-            classes=executed.classes,
-            tick=run.state.executed_steps,
-        )
-        filed = run.forensics.handler.handle(request, lambda: StepSubject(make_repro(run, executed, reading)), states)
-    except NotInvestigated as error:
-        tracker.event("not_investigated", reading.step, tick=run.state.executed_steps, kind=kind, reason=str(error))
-        tracker.note(f"step {reading.step}: this incident is not investigated: {error}")
-        return None
-    if filed is None or filed.known:
-        return filed
-    tracker.event(
-        "incident",
-        reading.step,
-        tick=run.state.executed_steps,
-        kind=kind,
-        cause=filed.cause,
-        verdict=filed.verdict,
-        fix=list(filed.fix),
-        path=None if filed.path is None else f"incidents/{filed.path.name}",
-    )
-    for line in filed.lines:
-        tracker.note(line)
-    tracker.alert(f"incident: {filed.cause}", "\n".join(filed.lines))
-    return filed
+def third_gradient(
+    model: nn.Module, tools: Tools, buffers: SavedBuffers, batches: Sequence[Batch], compared: Compared
+) -> Tensor:
+    """Computes the gradients of the step's first micro-batch on a copy of the model; returns the sums of their bits."""
+    assert compared.generators is not None
+    model = copy_of_model(model)
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers.tensors(), strict=True):
+            buffer.copy_(before)
+    n_valid, _ = count_targets(batches)
+    first = next(batch for batch in batches if batch.targets.numel())
+    with rng_restored(model), uncompiled(), torch.enable_grad():
+        compared.generators.set()
+        forward_backward(tools.wrap_alone(model), first, n_valid, tools)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return sums([gradients[name] for name in compared.names], first.targets.device)
 
 
 def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Repro:

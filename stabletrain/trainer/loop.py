@@ -17,7 +17,8 @@ from stabletrain.forecast.forecast import NoForecast
 from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.guard.checks.update_check import replays_exactly
 from stabletrain.guard.checks.written import note_start
-from stabletrain.guard.policy.skip import BAD_UPDATE, CHANGED
+from stabletrain.guard.engine import changed_tensors, explain, log_alarms, note_taken_again, settle
+from stabletrain.guard.policy.reasons import BAD_UPDATE, CHANGED
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.parallel.single import SingleProcess
@@ -27,15 +28,10 @@ from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.ending import best_path, check_updated, remarks
 from stabletrain.trainer.evaluate import evaluate
 from stabletrain.trainer.history import UNITS, History, Throughput
-from stabletrain.trainer.incidents import (
-    ExecutedStep,
-    changed_tensors,
-    handle_incident,
-    investigate_skip,
-)
-from stabletrain.trainer.recheck import compute_twice, confirm, rehearse, tell_out_of_memory
+from stabletrain.trainer.incidents import ExecutedStep, StepOfRun
+from stabletrain.trainer.recheck import compute_twice, rehearse
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.step_log import NOTHING, healing_counts, log_alarms, log_step, reading_metrics
+from stabletrain.trainer.step_log import NOTHING, healing_counts, log_step, reading_metrics
 
 
 def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) -> History:
@@ -207,7 +203,7 @@ def run_monitors(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
     # take part in an investigation.
     vanishing = run.parallel.any_rank(any(alarm.kind == "vanishing" for alarm in alarms))
     if vanishing and reading.applied and can_underflow(run.tools.precision):
-        handle_incident(run, executed, reading, "loss_scale")
+        explain(StepOfRun(run, executed), "loss_scale")
     return metrics
 
 
@@ -253,17 +249,9 @@ def judge_step(
         restore(run, executed, reading.step, BAD_UPDATE, throughput)
         guard.note_retry(reading.step, reading.rank)  # the restored guard does not know it
         return False
-    # The guard's verdict on the numbers: apply, skip, roll back or halt. It also updates counts and limits.
-    faults = guard.machine_faults
-    verdict = guard.judge(reading)
-    tell_out_of_memory(guard.recheck, reading, run.tracker, run.state.executed_steps)
-    if reading.applied and guard.machine_faults > faults:  # the first try of this step gave a bad update
-        handle_incident(run, executed, reading._replace(bad_update=True, rank=guard.faulty_rank), "update")
-    # The investigation may change the verdict: to RESTORE if the hardware was at fault, or to APPLY if it was not.
-    if guard.recheck.differing_part(reading) and guard.recheck.compared:
-        verdict = confirm(run, executed, reading, verdict)
-    if not reading.applied:  # the weights still have their values from before the step: replay it now
-        verdict = investigate_skip(run, executed, reading, verdict)
+    # The verdict on the numbers, after an investigation of a held step, which may change it.
+    step = StepOfRun(run, executed)
+    verdict = settle(step)
     parallel.note_stop(reading.stop)
     if verdict is Verdict.RESTORE:  # the step is not logged: it is repeated, and logged then
         if reading.applied or guard.kind == "state":
@@ -272,10 +260,8 @@ def judge_step(
         # executed, so that a fault injected at this tick does not return.
         executed.saved_buffers.put_back()
         run.data.batches.forget()
-        tracker, step, tick = run.tracker, reading.step, run.state.executed_steps
         run.state.step -= 1
-        tracker.event("restore", step, tick=tick, to=step - 1, loaded=step - 1, reason=guard.reason)
-        tracker.note(f"step {step}: taken again, with the same batch and learning rate")
+        note_taken_again(step)
         return False
     skipped_spike = not reading.applied and guard.kind == "spike"
     log_alarms(run.tracker, reading.step, [*run.monitoring.rolling.add(reading, skipped_spike), *guard.new_alarms()])
@@ -354,14 +340,14 @@ def state_is_unchanged(run: TrainingRun, executed: ExecutedStep, throughput: Thr
     Raises:
         TrainingHalted: it has changed, and no state is left to roll back to.
     """
-    guard, tracker, step = run.tools.guard, run.tracker, run.state.step
+    guard, step = run.tools.guard, StepOfRun(run, executed)
     if not run.parallel.any_rank(not guard.state_check.holds(run.state)):
         return True
-    tensors = changed_tensors(run.state.model, guard.state_check, run.parallel)
+    tensors = changed_tensors(step)
     guard.kind = "state"
-    verdict = guard.on_machine_fault(step, CHANGED, damaged=True)
-    tracker.event("state_changed", step, reason=CHANGED, tensors=tensors, tick=run.state.executed_steps)
-    handle_incident(run, executed, executed.reading()._replace(state_changed=True), "state")
+    verdict = guard.on_machine_fault(step.number, CHANGED, damaged=True)
+    run.tracker.event("state_changed", step.number, reason=CHANGED, tensors=tensors, tick=step.tick)
+    explain(step, "state", step.reading._replace(state_changed=True))
     return act_on_verdict(run, verdict, throughput)
 
 

@@ -10,7 +10,6 @@ rolls back exactly as one that was never interrupted, and a state that was put b
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from stabletrain.checkpoint.capture import restore
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import TrainingHalted
@@ -18,7 +17,7 @@ from stabletrain.guard.policy import NoGuard
 from stabletrain.records import RollbackPlan
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History
-from stabletrain.trainer.saved_states import HasCumulativeState, SavedStates
+from stabletrain.trainer.saved_states import SavedStates
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,9 @@ class Rollback:
         text += f", from step {loaded}" if loaded < target else ""
         tracker.note(f"{text}; no data are skipped")
         tracker.alert("state put back", text)
-        restore(tree, state, self.saved.parts)
         # The replay must read the same data, at the learning rate that an earlier rollback has lowered.
+        self.saved.restore(tree, {"guard": cumulative["guard"]})
         state.skipped = skipped
-        self.saved.parts["guard"].load_cumulative_state(cumulative["guard"])  # ty: ignore[missing-attribute]
         self._guard.reason = reason
         self._batches.forget()
         self._replay(PendingReplay(target, trouble, executed, skipped, cumulative, target == step, used))
@@ -135,7 +133,7 @@ class Rollback:
         # Counts, budgets and skipped data must survive the restore: keep them until the target state is reached.
         skipped, cumulative = [*state.skipped, (start, stop)], self.saved.cumulative_states()
         pending = PendingReplay(target, trouble, state.executed_steps, skipped, cumulative)
-        restore(tree, state, self.saved.parts)
+        self.saved.restore(tree, {})
         self._batches.forget()  # they were prefetched for the old order of the data
         if state.step < target:
             self._tracker.note(f"rollback: steps {state.step + 1} to {target} are run again to reach that state")
@@ -205,14 +203,11 @@ class Rollback:
             return
         self.replaying = None
         state.executed_steps, state.skipped = done.executed_steps, done.skipped
-        for name, values in done.cumulative.items():
-            part = self.saved.parts[name]
-            assert isinstance(part, HasCumulativeState)
-            part.load_cumulative_state(values)
+        self.saved.load_cumulative_states(done.cumulative)
         self._history.lost_steps += done.trouble - state.step
         # The replay prefetched batches and took snapshots as the run did when it first reached this state.
         self._batches.forget()
-        self.saved.snapshots.retain(self._guard.states.steps)
+        self.saved.retain()
         if done.keeps_later:
             return
         # From here on the run reads other data: mark the later log lines, and delete the later checkpoints.

@@ -1,4 +1,4 @@
-"""The run's saved states, snapshots in memory and checkpoints on disk: takes them, and chooses which one to restore.
+"""The run's saved states: the snapshots in memory of `guard/states.py`, and checkpoints on disk.
 
 Snapshots are restored by a rollback, and are lost with the process. Checkpoints are restored by a resume, and by a
 rollback that finds no snapshot. `rollback.py` goes back to the state that is chosen here.
@@ -7,27 +7,17 @@ rollback that finds no snapshot. `rollback.py` goes back to the state that is ch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 from stabletrain.checkpoint.capture import Stateful, capture, restore, sharded_tensors
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
-from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import ConfigError
-from stabletrain.guard.checks.written import state_is_finite
 from stabletrain.guard.policy import NoGuard
+from stabletrain.guard.states import KeptStates
 from stabletrain.records import TrainState
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.changes import NoResumption
-
-
-@runtime_checkable
-class HasCumulativeState(Protocol):
-    """A part of the state with values that a rollback does not undo: counts, budgets, time."""
-
-    def cumulative_state(self) -> dict[str, Any]: ...
-    def load_cumulative_state(self, state: dict[str, Any], /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,22 +35,17 @@ class HealingHistory:
     whatif_steps: int = 0
 
 
-class SavedStates:
-    """Saves the states of one run, and finds the one to restore.
+class SavedStates(KeptStates):
+    """Saves the states of one run in memory and on disk, and finds the one to restore; see also `KeptStates`.
 
     Attributes:
-        state: the live state.
-        parts: every stateful object other than model and optimizer, by its name in checkpoints.
-        snapshots: states in memory.
         checkpoints: states on disk.
         healing: how the run was healed so far.
 
     Args:
-        guard: decides which states to retain and which are healthy.
         tracker: receives events and messages.
         run_id: stored in each checkpoint.
         resumption: fits checkpoints to changed settings; None restores them unchanged.
-        any_rank: returns whether its argument is true on any rank.
     """
 
     def __init__(
@@ -75,29 +60,12 @@ class SavedStates:
         resumption: NoResumption | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
-        self.state, self.parts, self.checkpoints = state, parts, checkpoints
-        self.snapshots, self.healing = Snapshots(), HealingHistory()
-        self._references: dict[int, Any] = {}  # for each snapshot, the checksums that it must have when it is restored
-        self._resumed_healthy = False
-        self._guard, self._retained = guard, guard.states
-        self._tracker, self._run_id, self._any_rank = tracker, run_id, any_rank
+        super().__init__(state, parts, guard=guard, tracker=tracker, any_rank=any_rank)
+        self.checkpoints, self.healing = checkpoints, HealingHistory()
+        self._run_id, self._resumed_healthy = run_id, False
         self._resumption: NoResumption = resumption or NoResumption()
 
     # ---- saving
-
-    def snapshot_due(self, step: int) -> bool:
-        """Returns whether to take a snapshot after `step` steps."""
-        return self._retained.due(step)
-
-    def take_snapshot(self) -> None:
-        """Takes a snapshot of the present state, and frees those that are no longer retained."""
-        self._retained.retain(self.state.step, self._guard.healthy)
-        self.snapshots.retain(self._retained.steps)  # first, so that the new snapshot takes the memory of a dropped one
-        self.snapshots.take(self.state.step, capture(self.state, self.parts), self.state)
-        steps = self._retained.steps
-        self._references = {step: each for step, each in self._references.items() if step in steps}
-        self._references[self.state.step] = self._guard.state_check.reference(self.state)
-        self.snapshots.retain(self._retained.steps)
 
     def keep_before_new_settings(self, *, pin: bool) -> None:
         """Takes a snapshot of the resumed state, before the first step with other settings.
@@ -107,10 +75,10 @@ class SavedStates:
         Args:
             pin: whether no rollback may restore an older state.
         """
-        if self._retained.target is None:
+        if self._guard.states.target is None:
             return
         if pin and self._resumed_healthy:
-            self._retained.pin(self.state.step)
+            self._guard.states.pin(self.state.step)
         self.take_snapshot()
 
     def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:
@@ -122,24 +90,23 @@ class SavedStates:
         """
         # Snapshots are lost if the process is killed. A resumed run then replays the state that a rollback needs, from
         # a checkpoint at least as old as this state. So the disk must hold one as old as the oldest retained state.
-        oldest = min(self._retained.steps, default=self.state.step)
+        oldest = min(self._guard.states.steps, default=self.state.step)
         if oldest < self.state.step and not self.checkpoints.reaches(oldest):
-            kept = self.snapshots.newest(oldest)
+            kept = self.newest_intact_to_save(oldest)
             if kept is not None:
                 self._write(kept, healthy=True, val_loss=val_loss_of(kept), here=False)
         healthy = self._guard.healthy if healthy is None else healthy
         self._write(capture(self.state, self.parts), healthy=healthy, val_loss=val_loss)
 
     def save_last_healthy(self) -> int | None:
-        """Writes the newest healthy snapshot to disk, because the run halts and its present weights may be bad.
+        """Writes the newest healthy snapshot that is intact, because the run halts and its present weights may be bad.
 
         Values that a rollback does not undo are taken from the present state, so a resumed run continues its counts.
 
         Returns:
             number of steps of that state; None if there is none.
         """
-        target = self._retained.target
-        tree = None if target is None else self.snapshots.newest(target)
+        tree = self.newest_intact_to_save(self._guard.states.target)
         if tree is None:
             return None
         parts = dict(tree["parts"])
@@ -150,11 +117,6 @@ class SavedStates:
         self._write({**tree, **over}, healthy=True, val_loss=val_loss_of(tree))
         return tree["step"]
 
-    def cumulative_states(self) -> dict[str, dict[str, Any]]:
-        """Returns the values that a rollback does not undo, for each part that has some."""
-        parts = self.parts.items()
-        return {name: part.cumulative_state() for name, part in parts if isinstance(part, HasCumulativeState)}
-
     def _write(self, tree: Tree, *, healthy: bool, val_loss: float | None, here: bool = True) -> None:
         forecast = getattr(self.parts.get("forecast"), "kept", ())
         self.checkpoints.save(
@@ -163,7 +125,7 @@ class SavedStates:
             info={"run": self._run_id, **self._resumption.info()},
             healthy=healthy,
             val_loss=val_loss,
-            anchors=[*self._retained.steps, *self.healing.resumed_steps, *forecast],
+            anchors=[*self._guard.states.steps, *self.healing.resumed_steps, *forecast],
             here=here,
         )
 
@@ -234,17 +196,15 @@ class SavedStates:
     def before_trouble(self) -> int | None:
         """Returns the step of the state that a rollback should restore; None if there is none.
 
-        It is the newest healthy state, or after a slow spike one from before the spike began.
+        See `KeptStates`. If all snapshots are from after a slow spike began, a checkpoint may be older.
         """
-        before = self._guard.rollback_before
-        if before is None:
-            return self._retained.target
-        if kept := [step for step in self._retained.steps if step <= before]:
-            return max(kept)
-        if (pinned := self._retained.pinned) is not None:
+        found, before = super().before_trouble(), self._guard.rollback_before
+        if before is None or (found is not None and found <= before):
+            return found
+        if (pinned := self._guard.states.pinned) is not None:
             return pinned
         saved = self.checkpoints.newest(healthy_only=True, at_most=before)
-        return min(self._retained.steps, default=None) if saved is None else saved.step
+        return found if saved is None else saved.step
 
     def find(self, target: int) -> tuple[Tree, int] | None:
         """Returns a state to restore, and the step up to which to replay from it; None if no intact state is left.
@@ -252,7 +212,7 @@ class SavedStates:
         The state is the newest one of at most `target` steps, from memory or disk; else the oldest healthy one.
         """
         # A snapshot of exactly this state needs neither the disk nor a replay.
-        kept = self._newest_intact(target)
+        kept = self.newest_intact(target, step=self.state.step)
         if kept is not None and kept["step"] == target:
             return kept, target
         # Otherwise the newer of snapshot and checkpoint, for the shortest replay. Each checkpoint that cannot be loaded
@@ -274,22 +234,6 @@ class SavedStates:
         # Steps from before a resume that changed settings would not be the same steps again, so they are not replayed:
         # the run continues from the checkpoint itself. It is older than a healthy state, so it is healthy as well.
         return tree, max(target, saved.step) if self._resumption.replayable(saved, target) else saved.step
-
-    def _newest_intact(self, target: int) -> Tree | None:
-        """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; or None."""
-        while (kept := self.snapshots.newest(target)) is not None:
-            # Checksums need live tensors, so restore the snapshot first: the present state is discarded anyway.
-            step, skipped, executed = self.state.step, self.state.skipped, self.state.executed_steps
-            restore(kept, self.state, {})
-            intact = self._guard.state_check.restored(self.state, self._references.get(kept["step"]))
-            intact = intact and state_is_finite(self.state.model, self.state.optimizer)
-            self.state.step, self.state.skipped, self.state.executed_steps = step, skipped, executed
-            if not self._any_rank(not intact):
-                return kept
-            self.snapshots.drop(kept["step"])
-            self._tracker.event("corrupt_snapshot", step, snapshot=kept["step"])
-            self._tracker.note(f"step {step}: the snapshot after step {kept['step']} is damaged: not used")
-        return None
 
 
 def val_loss_of(tree: Tree) -> float | None:

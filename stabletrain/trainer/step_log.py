@@ -1,12 +1,10 @@
 """Logs an executed step: its metrics, the progress line, and alarms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from stabletrain.guard.policy import NoGuard
-from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Reading
-from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import UNITS, Throughput
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.saved_states import HealingHistory
@@ -35,15 +33,6 @@ def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: M
 def healing_counts(guard: NoGuard, healing: HealingHistory) -> dict[str, int]:
     """Returns the number of healings so far; empty without `guard.escalate=whatif`."""
     return {"guard/healings": len(healing.healed_by)} if guard.escalate == "whatif" else {}
-
-
-def log_alarms(tracker: NoTracker, step: int, alarms: Sequence[Alarm]) -> None:
-    """Records each alarm as an event, prints it, and sends it as a W&B alert."""
-    for alarm in alarms:
-        since = {} if alarm.since is None else {"since": alarm.since}
-        tracker.event("alarm", step, kind=alarm.kind, text=alarm.text, **since)
-        tracker.note(f"step {step}: {alarm.text}")
-        tracker.alert(alarm.kind, f"step {step}: {alarm.text}")
 
 
 def reading_metrics(reading: Reading, skipped: int) -> dict[str, float]:

@@ -233,7 +233,7 @@ def test_a_rollback_restores_an_older_state_and_goes_on(tmp_path):
     policy = RollbackGuard(patience=3, snapshot_every=1, healthy_after=1)
     callback = GuardCallback(tmp_path, policy=policy, max_incidents=0)
     trainer, seen = train(Module(), loader, callback)
-    assert callback.guard._policy.rollbacks == 1
+    assert callback.guard._loop.policy.rollbacks == 1
     weights = [{name: value for name, value in state.items() if "group" not in name} for state in seen.states]
     assert any(same(weights[6], earlier) for earlier in weights[:4]), "the schedule's learning rate goes on"
     assert not same(weights[6], weights[7])

@@ -236,7 +236,7 @@ def test_a_rollback_restores_an_older_state_and_goes_on(tmp_path):
     callback = guarded(trainer, tmp_path / "incidents", policy=policy, max_incidents=0)
     trainer.train()
     weights = [{name: value for name, value in state.items() if "group" not in name} for state in seen.states]
-    assert callback.guard._policy.rollbacks == 1
+    assert callback.guard._loop.policy.rollbacks == 1
     assert any(same(weights[6], earlier) for earlier in weights[:4])
     assert not same(weights[6], weights[7])
 

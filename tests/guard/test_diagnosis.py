@@ -185,10 +185,10 @@ def test_an_investigation_puts_everything_back(tmp_path, policy, monkeypatch):
     explain = guard._incidents.investigate
 
     def watched(*arguments):
-        before = live(model, guard._optimizer)
+        before = live(model, guard._loop.optimizer)
         found = explain(*arguments)
         assert found
-        after = live(model, guard._optimizer)
+        after = live(model, guard._loop.optimizer)
         seen.append(None)
         assert same(before[0], after[0])
         assert torch.equal(before[1][0], after[1][0])

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.guard import states
+from stabletrain.guard import loop_states
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.step import InFlight
@@ -248,7 +248,7 @@ class Counted:
 
 
 def test_a_host_that_cannot_hold_the_snapshots_is_said_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(states, "free_host_memory", lambda: 100.0)
+    monkeypatch.setattr(loop_states, "free_host_memory", lambda: 100.0)
     loop = Loop(tmp_path, rollback=True)
     loop.run(batches(3))
     told = [record.message for record in caplog.records if record.message.startswith("memory ")]

@@ -3,7 +3,7 @@
 import pytest
 
 from stabletrain.errors import ConfigError
-from stabletrain.guard.options import GuardOptions
+from stabletrain.guard.options import make_policy
 from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard
 from tests.guard.given import Loop, batches
 from tests.guard.test_step_numbers import spoilt
@@ -29,13 +29,18 @@ def test_two_guards_with_one_policy_count_apart(tmp_path):
 
 
 def test_the_policy_of_the_options_has_the_users_limits():
-    chosen = GuardOptions(policy=SkipGuard(sigma=2.5), checksum_every=4, check_update=False).make_policy()
+    chosen = make_policy(SkipGuard(sigma=2.5), checksum_every=4, check_update=False)
     assert (chosen.sigma, chosen.state_check.every) == (2.5, 4)
     assert type(chosen.update_check) is type(NoGuard().update_check)
-    assert isinstance(GuardOptions(rollback=True).make_policy(), RollbackGuard)
+    assert isinstance(make_policy(rollback=True), RollbackGuard)
 
 
 @pytest.mark.parametrize("name", ["checksum_every", "recheck_every"])
 def test_a_negative_interval_is_refused(name):
     with pytest.raises(ConfigError, match=rf"Guard\({name}=-1\) is below 0"):
-        GuardOptions(**{name: -1})
+        make_policy(**{name: -1})
+
+
+def test_a_high_loss_alone_is_no_spike_in_a_users_loop_and_the_users_own_policy_never_knows():
+    mine = SkipGuard()
+    assert (make_policy(mine).lone_loss_is_spike, mine.lone_loss_is_spike) == (False, True)

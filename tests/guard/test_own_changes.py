@@ -102,7 +102,7 @@ def test_a_guarded_model_is_copied_and_pickled_without_its_guard(tmp_path):
     guard.step(lambda x: model(x).square().mean(), batch())
     average = copy.deepcopy(model)
     average.load_state_dict(model.state_dict())
-    assert not guard._loads.noticed
+    assert not guard._loop.loads.noticed
     assert pickle.loads(pickle.dumps(model)).state_dict().keys() == model.state_dict().keys()
     copy.deepcopy(optimizer.state_dict())
 

@@ -76,7 +76,7 @@ def test_the_numbers_change_nothing_else(tmp_path):
         torch.manual_seed(2)
         for at, (batch, number) in enumerate(zip(batches(30), numbers, strict=True)):
             loop.guard.step(loop.loss, spoilt(batch) if 12 <= at < 16 else batch, step=number)
-        assert loop.guard._policy.rollbacks == 1
+        assert loop.guard._loop.policy.rollbacks == 1
         found.append((loop.bits(), loop.guard.state_dict(), loop.guard.skips))
     assert same(found[0][0], found[1][0])
     assert found[0][1]["step"] == 30
@@ -98,7 +98,7 @@ def test_a_halt_and_a_rollback_name_the_loops_number(tmp_path, caplog):
 
 def test_an_alarm_says_that_it_counts_otherwise(tmp_path, monkeypatch, caplog):
     loop = Loop(tmp_path)
-    monkeypatch.setattr(loop.guard._policy, "new_alarms", lambda: [Alarm("slow_loss", "since about step 1", 1)])
+    monkeypatch.setattr(loop.guard._loop.policy, "new_alarms", lambda: [Alarm("slow_loss", "since about step 1", 1)])
     with caplog.at_level(logging.WARNING, "stabletrain"):
         loop.guard.step(loop.loss, batches(1)[0], step=60)
         loop.guard.step(loop.loss, batches(1)[0])

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from stabletrain.checkpoint.tree import local_part
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.guard.rerun import Rerun
@@ -70,6 +71,7 @@ CASES = {
     "clipped": {"max_norm": 0.1},
     "update": {"fragile": True},
     "rollback": {"fault": math.nan, "policy": {"patience": 1, "snapshot_every": 2, "healthy_after": 0}},
+    "damaged": {"fault": math.nan, "policy": {"patience": 1, "snapshot_every": 2, "healthy_after": 0}, "damage": 4},
 }
 
 
@@ -108,6 +110,9 @@ def perform(place, kind, name, case):
             x[3, 0] = case.get("fault", x[3, 0])
         scale = case.get("scale", 1.0) if step == BAD and rank == 1 else 1.0
         optimizer.weak = step == BAD and rank == 1
+        if step == BAD and rank == 1 and "damage" in case:
+            weight = guard._loop.states.snapshots.newest(case["damage"])["model"]["blocks.0.weight"]
+            local_part(weight).fill_(math.nan)
         guard.step(lambda x, y: loss_of(outer(x), x, y) * scale, batch=(x, y))  # noqa: B023
         seen["readings"].append([repr(each) for each in guard.last])
         seen["hashes"].append(hash_of(model, optimizer))

@@ -37,11 +37,11 @@ MAY_SEE = {
     "forensics": NOUNS
     | {"checkpoint", "guard/checks", "guard/policy", "machine", "monitors", "parallel", "tools", "stability", "step"}
     | {"tracking"},
-    "guard/checks": NOUNS | {"checksums", "machine", "stability"},
+    "guard/checks": NOUNS | {"checksums", "machine", "parallel", "stability"},
     "guard/policy": NOUNS | {"guard/checks", "monitors"},
     "guard": NOUNS
     | {"checkpoint", "forensics", "guard/checks", "guard/policy", "machine", "monitors", "parallel", "tools"}
-    | {"stability", "step"},
+    | {"stability", "step", "tracking"},
     "adapters": NOUNS | {"guard"},
     "config": NOUNS | {"parallel", "stability", "weights"},
     "trainer": NOUNS

@@ -212,14 +212,14 @@ def feed_recheck(recheck, rng, step):
             ratios = torch.tensor([rng.choice([0.0, 1e-6, 1.0]) for _ in range(tensors)])
             sums = torch.zeros(tensors, dtype=torch.int64)
             compared = Compared(["it"] * tensors, ratios, sums, sums)
-            differs[number] = float(recheck._judge(step - 1, part, 1e-7)(compared, ratios))
+            differs[number] = float(recheck.judge_of(step - 1, part, 1e-7)(compared, ratios))
     each = reading(step, **differs)
     wrong = recheck.differing_part(each)
     recheck.learn(each)
     if rng.random() < 0.05:
         recheck.learn_limit("update")
     if rng.random() < 0.03:
-        recheck.stop()
+        recheck.stopped = True
     knows = [(recheck.agreed(part), recheck.has_repeated(part)) for part in ("gradient", "update")]
     return wrong, differs, recheck.due(step), recheck.varies, knows
 
@@ -423,7 +423,7 @@ class Guarded(Part):
             (loop.loss(x, y) * factor).backward()
             loop.optimizer.step()
         guard = loop.guard
-        return guard.last, guard.skips, guard.rolled_back, guard._best_loss, loop.bits()
+        return guard.last, guard.skips, guard.rolled_back, guard._loop.best_loss, loop.bits()
 
     def save(self):
         parts = self.it.model, self.it.optimizer, self.it.guard
@@ -650,7 +650,7 @@ def test_a_rollback_of_a_loop_is_as_if_the_bad_steps_had_not_been(steps):
     # Steps that are given up. With losses as small as before step 0, their limits would forbid all later ones.
     assert all(each.applied for each in run(one, range(3), 1.0 if steps else 1e-4))
     assert not any(each.applied for each in run(one, range(4, 6), math.nan))
-    assert one.guard._policy.rollbacks == 1
+    assert one.guard._loop.policy.rollbacks == 1
     after = [[*run(loop, range(6, 14))] for loop in (one, other)]
     assert after[0] == after[1]
     assert all(each.applied for each in after[0])

@@ -157,7 +157,11 @@ class Handler(NoIncidentHandler):
         self.kinds.append(request.kind)
         self.requests.append(request)
         self.states.append(states)
-        return IncidentSummary(Path("step-7-01"), "lr", "too high", ["lower it"], ["what"]) if self.files else None
+        return (
+            IncidentSummary(Path("incidents/step-7-01"), "lr", "too high", ["lower it"], ["what"])
+            if self.files
+            else None
+        )
 
 
 class Batches(Prefetch):

@@ -7,16 +7,12 @@ import pytest
 import torch
 
 from stabletrain.forensics.agreement import NotInvestigated
+from stabletrain.guard.engine import explain, explain_held
 from stabletrain.guard.policy import NoGuard, SkipGuard
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Transform
 from stabletrain.stability import precision as precisions
-from stabletrain.trainer.incidents import (
-    UNUSED_BATCHES,
-    handle_incident,
-    investigate_skip,
-    make_repro,
-)
+from stabletrain.trainer.incidents import UNUSED_BATCHES, StepOfRun, make_repro
 from stabletrain.trainer.loop import run_monitors
 from tests.trainer.given import CPU, Handler, batch, executed, make_run, reading
 
@@ -39,7 +35,7 @@ def skipped(*rows, handler=None, guard=None, data=None):
         numbers = reading(step, **row)
         run.state.executed_steps = step + 100
         verdict = run.tools.guard.judge(numbers)
-        investigate_skip(run, executed(numbers, data), numbers, verdict)
+        explain_held(StepOfRun(run, executed(numbers, data)), verdict)
     return run
 
 
@@ -157,13 +153,13 @@ def test_samples_that_cannot_be_inspected_do_not_end_the_run(monkeypatch):
 def test_the_handler_is_told_classes_bounds_and_the_whole_optimizer():
     run = make_run(guard=SkipGuard())
     numbers = reading(**NAN)
-    assert handle_incident(run, executed(numbers), numbers, "nonfinite")
+    assert explain(StepOfRun(run, executed(numbers)), "nonfinite")
     (request,) = run.forensics.handler.requests
     assert request.classes == 3
     assert request.optimizer is run.state.optimizer
     assert request.limits == run.tools.guard.bounds
     run.parallel.has_whole_moments = False
-    handle_incident(run, executed(numbers), numbers, "nonfinite")
+    explain(StepOfRun(run, executed(numbers)), "nonfinite")
     assert run.forensics.handler.requests[1].optimizer is None
 
 
@@ -204,7 +200,7 @@ def test_the_state_given_to_an_investigation_is_older_than_the_step():
         run.state.step = step
         run.saved.snapshots.take(step, {"step": step}, run.state)
     numbers = reading(8, applied=False)
-    handle_incident(run, executed(numbers), numbers, "nonfinite")
+    explain(StepOfRun(run, executed(numbers)), "nonfinite")
     (states,) = run.forensics.handler.states
     assert states.gather() is run.state.model
     assert states.gather_older() == {"step": 6}

@@ -45,7 +45,7 @@ def test_a_wrong_setting_costs_nothing_of_what_was_trained_before(run, changed):
 
 def test_without_the_pinned_state_the_run_halts_and_says_so(run, monkeypatch):
     """Its snapshot is damaged, and so is its checkpoint: an older state is not taken in its place."""
-    monkeypatch.setattr(SavedStates, "_newest_intact", lambda self, target: None)
+    monkeypatch.setattr(SavedStates, "newest_intact", lambda self, target, **options: None)
 
     def spoil(self, *typed):
         shutil.rmtree(run / "checkpoints" / "step-00000040", ignore_errors=True)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stabletrain.guard.checks.written import extremes
-from stabletrain.guard.checks.written import own as own_part
+from stabletrain.guard.checks.written import extremes, own
 
 TINY = 1e-30
 """Smallest difference reported between values whose bits differ, such as 0 and -0."""
@@ -75,7 +74,7 @@ def ratios(firsts: Sequence[Tensor | None], seconds: Sequence[Tensor | None], de
             if first is not second:
                 found[number] = torch.full((), math.inf, device=device)
             continue
-        a, b = own(first), own(second)
+        a, b = real(first), real(second)
         if a.numel():
             alike.setdefault((a.device, a.dtype), []).append((number, a, b))
     for pairs in alike.values():
@@ -105,7 +104,7 @@ def floats(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Returns the sum of the bits of each tensor, modulo 2^64; int64 `[tensors]`."""
-    found = [None if tensor is None else bits(own(tensor)).sum(dtype=torch.int64) for tensor in tensors]
+    found = [None if tensor is None else bits(real(tensor)).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack(
         [torch.zeros((), dtype=torch.int64, device=device) if s is None else s.to(device) for s in found]
     )
@@ -116,7 +115,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
 
 
-def own(tensor: Tensor) -> Tensor:
+def real(tensor: Tensor) -> Tensor:
     """Returns a tensor without its graph, complex values as pairs; of a sharded one, this rank's shard."""
-    tensor = own_part(tensor)
+    tensor = own(tensor)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

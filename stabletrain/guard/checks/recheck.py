@@ -41,6 +41,7 @@ from stabletrain.guard.checks.repeats import (
     tensor_by_tensor,
 )
 from stabletrain.machine.compiling import compiled_shape
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import LARGEST, Reading, TrainState
 from stabletrain.stability.step_tools import StepTools
 
@@ -163,12 +164,14 @@ class NoRecheck:
 
     Attributes:
         every: steps between two repetitions; 0.
+        exact: whether the machine of the newest repetition gives the same bits again.
         found: the newest fault; None if there was none.
         compared: the results of the newest repetition, by part.
         varies: whether a model's gradients were found to differ without a fault.
     """
 
     every = 0
+    exact = True
     varies = False
 
     def __init__(self) -> None:
@@ -189,15 +192,24 @@ class NoRecheck:
         del step
         return False
 
+    def forget(self) -> None:
+        """Discards the results of the newest repetition, and so frees their memory."""
+        self.compared, self.found = {}, None
+
     def of_step(self, state: TrainState, buffers: SavedBuffers, tools: StepTools) -> NoRepeat:
         """Returns what repeats this step's gradient: nothing."""
         del state, buffers, tools
         return NO_REPEAT
 
-    def of_update(self, state: TrainState, tools: StepTools) -> NoRepeat:
+    def of_update(self, state: TrainState, parallel: SingleProcess) -> NoRepeat:
         """Returns what repeats this step's update: nothing."""
-        del state, tools
+        del state, parallel
         return NO_REPEAT
+
+    def judge_of(self, step: int, part: str, eps: float) -> Judge:
+        """Returns a function that judges the repetition of a part: it finds no difference."""
+        del step, part, eps
+        return lambda compared, everywhere: torch.zeros_like(everywhere[0])
 
     def limit(self, part: str) -> float:
         """Returns the largest difference allowed: no difference is judged."""
@@ -230,9 +242,6 @@ class NoRecheck:
     def learn_limit(self, part: str) -> None:
         """Does nothing."""
 
-    def stop(self) -> None:
-        """Does nothing."""
-
     def state_dict(self) -> dict[str, Any]:
         """Returns nothing to save."""
         return {}
@@ -246,8 +255,7 @@ class Recheck(NoRecheck):
 
     Attributes:
         bounds: for `gradient` and `update`.
-        exact: whether the machine of the newest repetition gives the same bits again.
-        stopped: whether repetitions have ended for the whole run.
+        stopped: whether repetitions have ended for the whole run, as older versions decided.
         exhausted: whether repetitions have ended in this process, for lack of memory. It is not part of the state: the
             run may be resumed on a larger machine.
     """
@@ -256,7 +264,7 @@ class Recheck(NoRecheck):
         super().__init__()
         self.every = every
         self.bounds = {"gradient": Bound(), "update": Bound()}
-        self.exact, self.stopped, self.exhausted = True, False, False
+        self.stopped = self.exhausted = False
         self._rehearsed: int | None = None
         self._allowed: dict[str, float] = {}  # the limits that the newest repetition was compared with
 
@@ -277,6 +285,11 @@ class Recheck(NoRecheck):
         """Returns whether step number `step` is computed twice: because it is due, or for the rehearsal."""
         return self.due(step) or (step == self._rehearsed and not (self.stopped or self.exhausted))
 
+    def forget(self) -> None:
+        """Discards the results of the newest repetition, and so frees their memory."""
+        super().forget()
+        self._allowed = {}
+
     def of_step(self, state: TrainState, buffers: SavedBuffers, tools: StepTools) -> NoRepeat:
         """Returns what repeats the gradient of this step; call it after the randomness was seeded.
 
@@ -285,15 +298,15 @@ class Recheck(NoRecheck):
             buffers: the buffers' values from before the forward pass.
             tools: everything that acts in the step.
         """
-        self.compared, self.found, self._allowed = {}, None, {}  # frees the copies of the last one
+        self.forget()
         if not self.repeats(state.step):
             return NO_REPEAT
         device = next(state.model.parameters()).device
         self.exact = repeats_exactly(state.model, device)
         eps = torch.finfo(getattr(tools.precision, "dtype", torch.float32)).eps
-        return RepeatGradient(self._judge(state.step, "gradient", eps), state.model, buffers, tools, device)
+        return RepeatGradient(self.judge_of(state.step, "gradient", eps), state.model, buffers, tools, device)
 
-    def of_update(self, state: TrainState, tools: StepTools) -> NoRepeat:
+    def of_update(self, state: TrainState, parallel: SingleProcess) -> NoRepeat:
         """Returns what repeats the update of one tensor; call it just before the update."""
         if not self.repeats(state.step) or not tensor_by_tensor(state.optimizer):
             return NO_REPEAT
@@ -302,10 +315,15 @@ class Recheck(NoRecheck):
         chosen = next_tensor(state.optimizer, turn)
         if chosen is None:
             return NO_REPEAT
-        return RepeatUpdate(self._judge(state.step, "update", UPDATE_EPS), state, chosen, tools)
+        return RepeatUpdate(self.judge_of(state.step, "update", UPDATE_EPS), state, chosen, parallel)
 
-    def _judge(self, step: int, part: str, eps: float) -> Judge:
-        """Returns a function that judges the repetition of a part; it returns 0 in the rehearsal."""
+    def judge_of(self, step: int, part: str, eps: float) -> Judge:
+        """Returns a function that judges the repetition of a part; it returns 0 in the rehearsal.
+
+        Args:
+            step: number of the step, counted from 0.
+            eps: precision of the dtype in which most is computed.
+        """
         bound, exact, due = self.bounds[part], self.exact, self.due(step)
 
         def judge(compared: Compared | None, everywhere: Tensor) -> Tensor:
@@ -358,17 +376,13 @@ class Recheck(NoRecheck):
         """Learns the limits of a part from now on, because its bits differ without a fault."""
         self.bounds[part].varies = True
 
-    def stop(self) -> None:
-        """Ends repetitions for the whole run: this computation can never be repeated."""
-        self.stopped = True
-
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learnt, for the checkpoint."""
         return {**{part: bound.state_dict() for part, bound in self.bounds.items()}, "stopped": self.stopped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores it; the checkpoint of a guard without repetitions is empty."""
-        self.compared, self.found, self._allowed = {}, None, {}
+        self.forget()
         self.stopped = bool(state.get("stopped", False))
         self.bounds = {part: Bound.of_state(state.get(part, vars(Bound()))) for part in self.bounds}
 

@@ -15,6 +15,7 @@ from stabletrain.guard.checks.comparing import Compared, compare, sums
 from stabletrain.machine.determinism import Generators
 from stabletrain.machine.memory import within_memory
 from stabletrain.machine.untouched import attributes_of, put_back_attributes, untouched
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Number, TrainState
 from stabletrain.stability.step_tools import StepTools
 
@@ -74,7 +75,7 @@ class RepeatGradient(NoRepeat):
         first = self._tools.parallel.own_gradients([*named.values()])
         compared = None if first is None else self._compare(named, first, again)
         ratios = torch.zeros(len(named), device=self._generators.device) if compared is None else compared.ratios
-        self.difference = over_ranks(compared, ratios, self._judge, self._tools)
+        self.difference = over_ranks(compared, ratios, self._judge, self._tools.parallel)
 
     def _compare(
         self, named: Mapping[str, Tensor], first: Sequence[Tensor | None], again: Callable[[], Any]
@@ -128,10 +129,10 @@ class RepeatUpdate(NoRepeat):
     """Repeats the update of one tensor."""
 
     def __init__(
-        self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor], tools: StepTools
+        self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor], parallel: SingleProcess
     ) -> None:
         group, self._weight = chosen
-        self._judge, self._optimizer, self._tools = judge, state.optimizer, tools
+        self._judge, self._optimizer, self._parallel = judge, state.optimizer, parallel
         self._name = next((name for name, each in state.model.named_parameters() if each is self._weight), "a weight")
         self._before = within_memory(lambda: OneTensor.of(self._optimizer, group, self._weight))
 
@@ -146,7 +147,7 @@ class RepeatUpdate(NoRepeat):
         compared = None if before is None else within_memory(lambda: self._compare(before, apply))
         # One limit for everything that an update writes: tensors take turns, so limits for each would be learnt late.
         ratio = torch.zeros((), device=self._weight.device) if compared is None else compared.ratios.amax()
-        return over_ranks(compared, ratio[None], self._judge, self._tools)
+        return over_ranks(compared, ratio[None], self._judge, self._parallel)
 
     def _compare(self, before: OneTensor, apply: Callable[[Optimizer], Any]) -> Compared:
         """Compares the values that the update wrote with those that it writes into copies."""
@@ -163,7 +164,7 @@ class RepeatUpdate(NoRepeat):
         return compare(pairs, device, again=again)
 
 
-def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: StepTools) -> Tensor:
+def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, parallel: SingleProcess) -> Tensor:
     """Returns the number that judges a repetition, 0-d, equal on all ranks. All ranks must call it.
 
     A rank that had too little memory calls it too, because the others wait for it. All ranks then get `OUT_OF_MEMORY`.
@@ -173,7 +174,7 @@ def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, tools: S
         ratios: fp32 `[tensors]`, its differences; 0 without a comparison.
     """
     everywhere, failed = ratios.clone(), torch.full((1,), float(compared is None), device=ratios.device)
-    tools.parallel.max_over_ranks_([everywhere, failed])
+    parallel.max_over_ranks_([everywhere, failed])
     return torch.where(failed[0] > 0, OUT_OF_MEMORY, judge(compared, everywhere))
 
 

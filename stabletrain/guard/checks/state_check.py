@@ -172,7 +172,6 @@ class StateCheck(NoStateCheck):
         Args:
             reference: the checksums from when the state was saved; None if unknown.
         """
-        self._kept = self._buffers = None
         return reference is None or bool(reference.equal(self._sums(state)))
 
     def put_back_buffers(self) -> None:

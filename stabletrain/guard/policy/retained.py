@@ -1,7 +1,8 @@
 """Retained states: the step numbers of the states that a rollback may restore, and which of them are healthy.
 
-The states themselves are in memory and on disk (`trainer/saved_states.py`). A checkpoint stores only the step numbers
-of the retained states. A resumed run retains the same states, and recomputes those that were only in memory.
+The states themselves are in memory (`guard/states.py`) and on disk (`trainer/saved_states.py`). A checkpoint stores
+only the step numbers of the retained states. A resumed run retains the same states, and recomputes those that were only
+in memory.
 """
 
 from dataclasses import dataclass, field

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from stabletrain.errors import ConfigError
+from stabletrain.guard.policy.machine_faults import NEVER_UNDONE
 from stabletrain.guard.policy.retained import RetainedStates
-from stabletrain.guard.policy.skip import NEVER_UNDONE, SkipGuard
+from stabletrain.guard.policy.skip import SkipGuard
 from stabletrain.records import Reading, RollbackPlan, Verdict
 
 INTEGER_OPTIONS = {
@@ -72,7 +73,7 @@ class RollbackGuard(SkipGuard):
         states: the states a rollback may restore.
         rollbacks: rollbacks in the whole run.
         rollbacks_without_progress: rollbacks since the last progress.
-        restores_without_progress: steps repeated after a fault of the machine since the last progress; at most
+        restores_without_progress: steps taken again after a fault of the machine since the last progress; at most
             `max_rollbacks`.
         progress_after_step: a healthy state from after this step is progress.
         rolled_back_mistake: identifies the mistake that caused the last rollback without progress; 0 if unknown.
@@ -210,7 +211,7 @@ class RollbackGuard(SkipGuard):
         self.progress_after_step = max(self.progress_after_step, step)
 
     def _why_no_retry(self, damaged: bool) -> str:
-        """Returns why the step cannot be repeated; empty if it can."""
+        """Returns why the step cannot be taken again; empty if it can."""
         if self.restores_without_progress < self.max_rollbacks or not (damaged or self.max_rollbacks):
             return ""
         limit = f"guard.max_rollbacks={self.max_rollbacks}"

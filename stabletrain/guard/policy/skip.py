@@ -1,7 +1,12 @@
-"""Guards that retain no states: `NoGuard` and `SkipGuard`.
+"""`SkipGuard` skips unsafe updates and continues with the next batch.
 
-`NoGuard` applies every update, as a plain PyTorch loop does; only fp16's loss scaling skips some. `SkipGuard` skips
-unsafe updates and continues with the next batch.
+In a run of `train.py`, a loss, a gradient norm or an input above its limit (`limits.py`) is a spike. In a user's loop,
+nothing is known about the loss: it may be negative (densities, Boltzmann machines), may be pulled in two directions
+(adversarial training), or may rise a thousandfold in the second step and fall again. There a high loss alone is no
+spike (`lone_loss_is_spike`). A step is a spike if
+
+    the gradient norm is above its limit, or
+    the loss is above its limit, half a window of steps was applied, and the norm is above half of its limit
 """
 
 import math
@@ -13,160 +18,29 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
-from stabletrain.guard.checks.recheck import NoRecheck, recheck_every
+from stabletrain.guard.checks.recheck import recheck_every
 from stabletrain.guard.checks.state_check import UNKNOWN, NoStateCheck, StateCheck
 from stabletrain.guard.checks.update_check import NoUpdateCheck, UpdateCheck
 from stabletrain.guard.policy.divergence import Divergence, NoDivergence
 from stabletrain.guard.policy.limits import Limits
-from stabletrain.guard.policy.retained import NoRetainedStates
+from stabletrain.guard.policy.machine_faults import RetryingGuard
+from stabletrain.guard.policy.reasons import KINDS, UPDATE_DIFFERS, kind_and_reason
 from stabletrain.guard.policy.slow import NoSlowSpikes, slow_spikes
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import NoLengths
-from stabletrain.records import LARGEST, GradNorms, LossTerms, Reading, RollbackPlan, StepChecks, Verdict
-
-
-def overflow_reason(reading: Reading) -> str:
-    """Describes in one line an update that fp16's loss scaling skipped."""
-    return f"fp16 overflow at loss scale {reading.loss_scale:g}: the scale is lowered"
-
-
-@dataclass
-class NoGuard:
-    """Applies every update.
-
-    Attributes:
-        skips: number of skipped steps by kind; here only `overflow`, by fp16's loss scaling.
-        reason: why the newest skipped step was skipped, in one line.
-        kind: kind of the newest skipped step, or `slow` after a slow spike that is rolled back, or `diverged`.
-        since: first step of the problem that caused the halt; None if that is the first of the skips before the halt.
-        rollbacks: always 0.
-        machine_faults, retried_step: always 0.
-        faulty_rank: always -1.
-        consecutive: always 0.
-        escalate: what happens after a halt: always `halt`, the run ends.
-        states, state_check, update_check, recheck: the parts that a guard is composed of; here all do nothing.
-    """
-
-    skips: dict[str, int] = field(default_factory=lambda: {"overflow": 0})
-    reason: str = ""
-    kind: str = ""
-    since: int | None = None
-    rollbacks: int = 0
-    machine_faults: int = 0
-    retried_step: int = 0
-    faulty_rank: int = -1
-    consecutive: int = 0
-    escalate: str = "halt"
-    states = NoRetainedStates()
-    state_check: NoStateCheck = field(init=False, repr=False, compare=False, default_factory=NoStateCheck)
-    update_check: NoUpdateCheck = field(init=False, repr=False, compare=False, default_factory=NoUpdateCheck)
-    recheck: NoRecheck = field(init=False, repr=False, compare=False, default_factory=NoRecheck)
-
-    lengths = NoLengths()
-    """Measures each update: nothing, because this guard looks for no slow spikes."""
-
-    rollback_before = None
-    """The next rollback must restore a state from before this step; None: the newest healthy state."""
-
-    bounds = (math.inf, math.inf)
-    """Largest loss and gradient norm that open the gate."""
-
-    note = ""
-    """Text after the guard's name in the first lines of the run."""
-
-    healthy = True
-    """Whether the state is healthy: this guard does not judge it."""
-
-    def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
-        """Returns True, 0-d on the device of the norms: the gate is always open."""
-        del terms, checks
-        return torch.ones_like(norms.total, dtype=torch.bool)
-
-    def judge(self, reading: Reading) -> Verdict:
-        """Returns APPLY, or SKIP if fp16's loss scaling skipped the update."""
-        if reading.applied:
-            return Verdict.APPLY
-        self.skips["overflow"] += 1
-        self.kind, self.reason = "overflow", overflow_reason(reading)
-        return Verdict.SKIP
-
-    def judge_validation(self, step: int, loss: float) -> Verdict:
-        """Returns APPLY: this guard does not judge validation losses."""
-        del step, loss
-        return Verdict.APPLY
-
-    def new_alarms(self) -> list[Alarm]:
-        """Returns the slow spikes found since the last call: none."""
-        return []
-
-    def at_end(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict on the last step unchanged."""
-        return verdict
-
-    def on_machine_fault(self, step: int, why: str, *, damaged: bool, otherwise: Verdict | None = None) -> Verdict:
-        """Returns APPLY: this guard goes on with a state that memory or arithmetic has damaged."""
-        del step, damaged
-        self.reason = why
-        return otherwise or Verdict.APPLY
-
-    def note_mistake(self, incident: Any) -> None:
-        """Does nothing: this guard never rolls back."""
-        del incident
-
-    def trouble_at_end(self) -> str | None:
-        """Returns None: this guard reports no trouble at the end of the run."""
-        return None
-
-    def lr_multiplier(self, step: int) -> float:
-        """Returns 1: this guard does not lower the learning rate."""
-        del step
-        return 1.0
-
-    def reset_for_new_settings(self, loss: float | None) -> None:
-        """Does nothing: this guard has no statistics that depend on the settings."""
-        del loss
-
-    def note_retry(self, step: int, rank: int = -1) -> None:
-        """Does nothing."""
-        del step, rank
-
-    def begin_rollback(self, step: int, target: int) -> RollbackPlan:
-        """Raises NotImplementedError, because this guard never returns ROLLBACK."""
-        raise NotImplementedError(f"{type(self).__name__} never rolls back, but was asked to, from {step} to {target}")
-
-    def state_dict(self) -> dict:
-        """Counts, and what is known of the newest skip, for the checkpoint."""
-        # 0 for no step, because a checkpoint's values must have the same types as the live state's.
-        return {"skips": dict(self.skips), "kind": self.kind, "reason": self.reason, "since": self.since or 0}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restores them; older versions saved only the counts."""
-        self.skips = dict.fromkeys(self.skips, 0) | state["skips"]
-        self.kind, self.reason = state.get("kind", ""), state.get("reason", "")
-        self.since = state.get("since") or None
-
+from stabletrain.records import LARGEST, GradNorms, LossTerms, Reading, StepChecks, Verdict
 
 ESCALATIONS = ("halt", "whatif")
-
-KINDS = ("bad_data", "nonfinite", "spike", "overflow", "state", "recheck", "update")
-
-CHANGED_BY_SKIP = ("consecutive", "trouble", "bad_updates")
-"""Counts that a skipped step changes, besides `skips`."""
-
-NEVER_UNDONE = {"machine_faults": "machine_faults", "retried_step": "taken_again", "restored_step": "restored"}
-"""Counts of the whole run that no rollback undoes, each with its key in checkpoints."""
 
 MOST_BAD_UPDATES = 3
 """The run halts after this many updates in a row that were not finite: another batch does not repair an optimizer."""
 
-CHANGED = "weights, moments or buffers are not what the last update left"
-GRADIENT_DIFFERS = "the gradient came out differently when it was computed a second time"
-BAD_UPDATE = "the optimizer's step gave values that are not finite, from a finite gradient"
-UPDATE_DIFFERS = "the optimizer's update came out differently when it was computed a second time"
+NORM_SHARE = 0.5
+"""If a high loss alone is no spike, it is one together with a gradient norm above this share of its limit."""
 
 
 @dataclass
-class SkipGuard(NoGuard):
+class SkipGuard(RetryingGuard):
     """Skips steps with bad data, non-finite values or spikes, and halts if the skips do not end.
 
     Attributes:
@@ -183,15 +57,9 @@ class SkipGuard(NoGuard):
             With `whatif`, the run also halts if it has diverged (`divergence.py`).
         whatif_steps: number of steps that the fixes may train, together and in the whole run.
         skips: number of skipped steps by kind.
-        consecutive: consecutive skipped steps up to now.
-        trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
-            healthy at 0.
-        bad_updates: updates in a row that were not finite.
-        machine_faults: number of steps repeated because memory or arithmetic had failed.
-        retried_step: the last step that was repeated because its numbers were wrong.
-        faulty_rank: the rank on which its update was bad; -1 if unknown.
-        restored_step: the last step at which a damaged state was replaced by an intact one.
+        lone_loss_is_spike: whether a high loss alone is a spike; False in a user's loop.
         state_check: compares the state with what the last update left.
+        limits, slow_spikes, divergence: the statistics of applied steps.
     """
 
     sigma: float = 6.0
@@ -205,17 +73,11 @@ class SkipGuard(NoGuard):
     escalate: str = "halt"
     whatif_steps: int = 4000
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    consecutive: int = 0
-    trouble: int = 0
-    bad_updates: int = 0
-    restored_step: int = 0
+    lone_loss_is_spike: bool = field(init=False, repr=False, default=True)
     limits: Limits = field(init=False, repr=False)
     slow_spikes: NoSlowSpikes = field(init=False, repr=False)
     divergence: NoDivergence = field(init=False, repr=False)
     _alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
-    _before_skip: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
-    faulty_rank: int = field(init=False, repr=False, default=-1)
-    _retry_to_judge: int = field(init=False, repr=False, default=0)
     _incident: Any = field(init=False, repr=False, default=None)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm")
@@ -259,11 +121,11 @@ class SkipGuard(NoGuard):
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
-        limits = self.limits
+        (loss_limit, norm_limit), limits = self.bounds, self.limits
         measured = (
-            (terms.total.abs(), limits.loss.size),
-            (terms.total, limits.loss.value),
-            (norms.total, limits.norm.value),
+            (terms.total, loss_limit),
+            (terms.total.abs(), limits.loss.size if self.lone_loss_is_spike else LARGEST),
+            (norms.total, norm_limit),
             (checks.inputs, limits.inputs.value),
             (checks.buffers, LARGEST),
             (checks.bad_data, 0.0),
@@ -272,18 +134,17 @@ class SkipGuard(NoGuard):
         )
         values, bounds = zip(*(each for each in measured if isinstance(each[0], Tensor)), strict=True)
         # One kernel for all differences. The sign of a difference is exact, and NaN <= 0 is False: NaN closes the gate.
-        return (torch.stack(torch._foreach_sub(values, bounds)) <= 0).all()
+        excess, *others = torch._foreach_sub(values, bounds)
+        if not self.lone_loss_is_spike:  # the gate closes only if both differences are above 0
+            excess = torch.minimum(excess, norms.total - NORM_SHARE * norm_limit)
+        return (torch.stack([excess, *others]) <= 0).all()
 
     def judge(self, reading: Reading) -> Verdict:
         """Returns the verdict on a step and updates counts and limits."""
         return self._judge_applied(reading) if reading.applied else self._judge_skipped(reading)
 
     def _judge_applied(self, reading: Reading) -> Verdict:
-        self._before_skip = {}
-        # The first try of this step gave a bad update, and its repetition did not: the machine was at fault.
-        if reading.step == self._retry_to_judge:
-            self._retry_to_judge = 0
-            self._count_machine_fault(reading.step)
+        self._end_retry(reading.step)
         # One applied step ends a row of skips. `trouble` falls by one only, so that a run in which every other step is
         # skipped does not count as healthy.
         self.consecutive = self.bad_updates = 0
@@ -303,9 +164,9 @@ class SkipGuard(NoGuard):
         return Verdict.HALT
 
     def _judge_skipped(self, reading: Reading) -> Verdict:
-        # If the skip turns out to be a fault of the machine, `on_machine_fault` restores these counts.
-        self._before_skip = {name: getattr(self, name) for name in CHANGED_BY_SKIP} | {"skips": dict(self.skips)}
-        self.kind, self.reason = self.kind_and_reason(reading)
+        self._begin_skip()
+        differs = bool(self.recheck.differing_part(reading)) or math.isinf(reading.recheck)
+        self.kind, self.reason = kind_and_reason(reading, self.limits, gradient_differs=differs)
         self.skips[self.kind] += 1
         if self.kind == "state":  # the weights are damaged: no later step can be right
             return self.on_machine_fault(reading.step, self.reason, damaged=True)
@@ -366,64 +227,15 @@ class SkipGuard(NoGuard):
         if loss is not None and loss > self.limits.loss.value:
             self.limits = Limits(self.sigma, self.window)
 
-    def note_retry(self, step: int, rank: int = -1) -> None:
-        """Notes that a step is repeated. If its update is applied then, the machine was at fault, on that rank."""
-        self.retried_step, self._retry_to_judge, self.faulty_rank = step, step, rank
-
     def note_mistake(self, incident: Any) -> None:
         """Remembers the incident of the present trouble; see `forensics/handler.py`."""
         self._incident = incident
 
-    def on_machine_fault(self, step: int, why: str, *, damaged: bool, otherwise: Verdict | None = None) -> Verdict:
-        """Returns the verdict on a step at which memory or arithmetic failed: RESTORE, but only once for each step.
-
-        A fault that happens again in the same step, from a verified state, is no fault of the machine. A step that is
-        repeated is not counted as skipped.
-
-        Args:
-            step: the step.
-            why: what happened, for `reason`.
-            damaged: whether the state is wrong. If not, only this step's numbers were wrong, and they changed nothing.
-            otherwise: the verdict if it is no fault of the machine; None halts.
-        """
-        self.reason = why
-        # A second time at the same step: the code or the data are at fault, and another repetition would not help.
-        if step == (self.restored_step if damaged else self.retried_step):
-            if otherwise is not None:
-                return otherwise
-            self.reason = f"{why}: again, after that state was put back and verified, so the memory is not at fault"
-            self.reason += "; fix: guard.checksum_every=0 if your own code changes them on purpose"
-            return Verdict.HALT
-        # No state to go back to, or the budget is used up.
-        if refused := self._why_no_retry(damaged):
-            if not damaged and otherwise is not None:  # the step can be skipped
-                return otherwise
-            self.reason = f"{why}{refused}"
-            return Verdict.HALT
-        if damaged:
-            self.restored_step = step
-        else:
-            self.retried_step = step
-        self._count_machine_fault(step)
-        for name, value in self._before_skip.items():  # the step is not skipped
-            setattr(self, name, value)
-        return Verdict.RESTORE
-
-    def _count_machine_fault(self, step: int) -> None:
-        """Counts a fault of the machine at this step."""
-        del step
-        self.machine_faults += 1
-
-    def _why_no_retry(self, damaged: bool) -> str:
-        """Returns why the step cannot be repeated; empty if it can."""
-        if not damaged:  # the weights are as they were, so no older state is needed
-            return ""
-        return ": resume=auto continues from the last checkpoint; guard=rollback rolls back automatically"
-
     @property
     def bounds(self) -> tuple[float, float]:
-        """Largest loss and gradient norm that open the gate."""
-        return self.limits.loss.value, self.limits.norm.value
+        """Limits of loss and gradient norm; none for the loss in a cold window, if a high loss alone is no spike."""
+        loss, norm = self.limits.loss, self.limits.norm
+        return (loss.value if self.lone_loss_is_spike or loss.warm else LARGEST), norm.value
 
     @property
     def note(self) -> str:
@@ -446,46 +258,19 @@ class SkipGuard(NoGuard):
         skipped = self.consecutive or self.trouble
         return f"the run ended in trouble: {skipped} of its last steps were skipped ({self.reason})"
 
-    def kind_and_reason(self, reading: Reading) -> tuple[str, str]:
-        """Returns kind and reason of a skipped step: the first cause that applies, the most basic ones first."""
-        if reading.state_changed:  # anything else that is wrong may follow from it
-            return "state", CHANGED
-        if reading.bad_data:
-            return "bad_data", "the batch holds data that cannot be trained on"
-        if reading.bad_update:
-            return "update", BAD_UPDATE
-        if reading.overflow:
-            return "overflow", overflow_reason(reading)
-        measured = (
-            ("loss", reading.loss),
-            ("gradient norm", reading.grad_norm),
-            ("norm of the buffers", reading.buffers),
-        )
-        for what, value in measured:
-            if not math.isfinite(value):
-                return "nonfinite", f"{what} is {value}"
-        if self.recheck.differing_part(reading) or math.isinf(reading.recheck):
-            return "recheck", GRADIENT_DIFFERS
-        return "spike", self.limits.exceeded(reading)
-
     def state_dict(self) -> dict:
         """Counts and windows, for the checkpoint."""
-        counts = {name: getattr(self, name) for name in CHANGED_BY_SKIP}
-        counts |= {key: getattr(self, name) for name, key in NEVER_UNDONE.items()}
-        series = {
+        return super().state_dict() | {
             "limits": self.limits.state_dict(),
             "recheck": self.recheck.state_dict(),
             "slow_spikes": self.slow_spikes.state_dict(),
             "divergence": self.divergence.state_dict(),
         }
-        return {**super().state_dict(), **counts, **series}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores counts and windows; what the checkpoint of another kind of guard lacks is reset."""
         super().load_state_dict(state)
-        for name, key in {**dict(zip(CHANGED_BY_SKIP, CHANGED_BY_SKIP, strict=True)), **NEVER_UNDONE}.items():
-            setattr(self, name, state.get(key, 0))
-        self._alarms, self._before_skip, self._retry_to_judge = [], {}, 0
+        self._alarms = []
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
         else:

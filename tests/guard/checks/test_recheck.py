@@ -143,15 +143,15 @@ def test_all_ranks_learn_the_same_limits_and_each_knows_its_own_differences():
     recheck.exact = False
     pairs = [("a", torch.ones(2), torch.tensor([1.0, 0.5])), ("b", torch.ones(2), torch.ones(2))]
     compared = compare(pairs, CPU)
-    judge = recheck._judge(0, "gradient", 1e-7)
+    judge = recheck.judge_of(0, "gradient", 1e-7)
     tools = make_run(parallel=WithAnother([0.25, 0.125], [0.0])).tools
-    number = over_ranks(compared, compared.ratios, judge, tools)
+    number = over_ranks(compared, compared.ratios, judge, tools.parallel)
     assert float(number) == 0.5
     recheck.learn(reading(step=1)._replace(recheck=float(number)))
     assert recheck.bounds["gradient"].largest.tolist() == [0.5, 0.125]
     assert recheck.compared["gradient"].ratios.tolist() == [0.5, 0.0]
     tools = make_run(parallel=WithAnother([0.0, 0.0], [1.0])).tools
-    number = over_ranks(compared, compared.ratios, judge, tools)
+    number = over_ranks(compared, compared.ratios, judge, tools.parallel)
     assert float(number) == -1.0, "the other rank had too little memory"
     recheck.learn(reading(step=1)._replace(recheck=float(number)))
     assert recheck.bounds["gradient"].learnt == 1
@@ -201,7 +201,7 @@ def test_a_difference_is_judged_by_the_limit_of_its_own_step():
     recheck.exact = False
     pairs = [("noise", torch.ones(2), -torch.ones(2)), ("weight", torch.ones(2), torch.ones(2))]
     for step in range(LEARNING_REPEATS + 1):
-        judge = recheck._judge(step, "gradient", 1e-7)
+        judge = recheck.judge_of(step, "gradient", 1e-7)
         compared = compare([(name, a, b.clone()) for name, a, b in pairs], CPU)
         number = float(judge(compared, compared.ratios))
         each = reading(step=step + 1)._replace(recheck=number)

@@ -146,23 +146,6 @@ def test_a_state_gone_wrong_without_a_steps_fault_is_computed_again_from_the_sam
     )
 
 
-def test_what_happens_again_in_the_same_step_of_a_verified_state_is_no_fault_of_the_machine():
-    guard, changed = calm(started(), 30), reading(applied=False)._replace(step=33, state_changed=True)
-    assert guard.judge(changed) is Verdict.RESTORE
-    assert guard.skips["state"] == 0, "a step that is taken again is not skipped"
-    assert guard.judge(changed) is Verdict.HALT
-    assert "so the memory is not at fault" in guard.reason
-    assert "guard.checksum_every=0" in guard.reason
-
-
-def test_a_step_that_comes_out_wrong_again_is_judged_as_any_other():
-    guard = calm(started(), 30)
-    for _ in range(2):
-        verdict = guard.judge(reading(math.nan, applied=False))
-        verdict = guard.on_machine_fault(33, "not finite", damaged=False, otherwise=verdict)
-    assert (verdict, guard.skips["nonfinite"], guard.trouble) == (Verdict.SKIP, 1, 1)
-
-
 @pytest.mark.parametrize(
     ("again", "fix", "verdict"),
     [

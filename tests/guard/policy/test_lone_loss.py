@@ -1,19 +1,19 @@
-"""Checks what counts as a spike in a user's loop: the gradient norm decides, with the loss as a second sign."""
+"""What counts as a spike in a user's loop: a high gradient norm, or a high loss with a rather high norm."""
 
 import math
 
 import pytest
 import torch
 
+from stabletrain.guard.options import make_policy
 from stabletrain.guard.policy import SkipGuard
-from stabletrain.guard.spikes import bounds, gate
 from stabletrain.records import GradNorms, LossTerms, StepChecks
 from tests.forensics.diagnosis.given import READING
 
 
 def policy_after(steps, loss=2.0, norm=1.0, **options):
     """A policy that has seen so many steps, with a little noise."""
-    policy = SkipGuard(**options)
+    policy = make_policy(SkipGuard(**options))
     for step in range(steps):
         wobble = 1 + 0.01 * math.sin(step)
         policy.judge(READING._replace(loss=loss * wobble, grad_norm=norm * wobble, buffers=0.0, applied=True))
@@ -25,7 +25,7 @@ def opened(policy, loss, norm, buffers=0.0):
     total = torch.tensor(float(loss))
     norms = GradNorms(torch.tensor(float(norm)), torch.tensor([float(norm)]))
     held = torch.tensor(buffers) if buffers else 0.0
-    return bool(gate(policy, LossTerms(total), norms, StepChecks(0.0, 0.0, held)))
+    return bool(policy.gate(LossTerms(total), norms, StepChecks(0.0, 0.0, held)))
 
 
 @pytest.mark.parametrize("loss", [2.0, -2.0, 0.0])
@@ -65,9 +65,17 @@ def test_a_gradient_far_above_the_recent_ones_is_a_spike():
 
 def test_a_high_loss_counts_if_the_gradient_is_large_too():
     warm, cold = policy_after(64), policy_after(20)
-    assert bounds(warm)[0] < 2.2
+    assert warm.bounds[0] < 2.2
     assert not opened(warm, 3.0, 11.0)
     assert opened(warm, 3.0, 9.0)
     assert opened(warm, 2.0, 11.0)
     assert opened(cold, 30.0, 11.0)
     assert not opened(policy_after(64, loss=-2.0), -0.5, 11.0), "for a negative loss, the same"
+
+
+def test_by_default_a_high_loss_alone_is_a_spike():
+    policy = policy_after(64)
+    assert opened(policy, 3.0, 1.0)
+    policy.lone_loss_is_spike = True
+    assert not opened(policy, 3.0, 1.0)
+    assert policy.bounds == (policy.limits.loss.value, policy.limits.norm.value)

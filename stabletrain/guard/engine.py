@@ -1,0 +1,353 @@
+"""The engine: what follows from a step's numbers. `train.py` and `Guard` judge, explain and undo a step here.
+
+The life of a step, with the place of each stage in the trainer and in a loop of the user's own:
+
+| stage | what happens | trainer | own loop |
+|---|---|---|---|
+| launched | forward and backward, on numbered batches or by a closure | `step.compute` | `Guard.backward` |
+| gated | ranks agree; the gate closes on the device if a number is bad | `step.commit` | `Judge` |
+| applied or held | the optimizer's step runs, or nothing changes | `step.commit` | `OwnLoop.apply`, `.hold` |
+| read | the numbers are on the host | when the next step is launched (lag 1) | before `step` returns (lag 0) |
+| judged | the policy's verdict, and a third computation if two differed | `settle` | `settle` |
+| explained | the first of several held steps is investigated, the machine tested | `explain_held` | `explain_held` |
+| put back | taken again, restored, rolled back, or the end | `trainer/loop.py`, `rollback.py` | `loop_guard.py` |
+
+Three things differ, and `ReadStep` names them. *A part* of a step is forward and backward of a numbered batch, or a
+call of a closure. *The lag*: at lag 1 the model holds the next step's gradients when a step is judged. *What can be
+read again*: any batch by its number; the arguments of a closure; or nothing, in a loop that cannot be edited.
+"""
+
+import math
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stabletrain.forensics.agreement import NotInvestigated
+from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
+from stabletrain.forensics.probes.samples import MAX_LISTED, describe
+from stabletrain.guard.checks.comparing import Compared
+from stabletrain.guard.checks.copies import put_back_after
+from stabletrain.guard.checks.recheck import Finding, NoRecheck
+from stabletrain.guard.checks.written import state_is_finite, update_is_finite
+from stabletrain.guard.policy import NoGuard
+from stabletrain.machine import hardware
+from stabletrain.monitors.rolling import Alarm
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.printable import is_round
+from stabletrain.records import Reading, TrainState, Verdict
+from stabletrain.tracking.tracker import NoTracker
+
+DAMAGED = "weights or moments have changed since the last update"
+
+
+@dataclass
+class ReadStep(ABC):
+    """A step whose numbers are on the host, and the ways to run it again.
+
+    Attributes:
+        reading: its numbers; `reading.step` is its number as the guard counts.
+        number: its number in events and messages: the user's.
+        tick: number of steps executed so far, with this one.
+        state: weights and moments: those from before the step if it was held, else those that it led to.
+        device: of the model.
+        guard: the policy.
+        parallel: the ranks that train together.
+        tracker: receives events and lines.
+        handler: investigates.
+    """
+
+    reading: Reading
+    number: int
+    tick: int
+    state: TrainState
+    device: torch.device
+    guard: NoGuard
+    parallel: SingleProcess
+    tracker: NoTracker
+    handler: NoIncidentHandler
+
+    @abstractmethod
+    def investigate(self, kind: str, reading: Reading) -> IncidentSummary | None:
+        """Has the handler explain the step, as a step with these numbers; None if it did not. All ranks call it.
+
+        Raises:
+            NotInvestigated: an error prevents it.
+        """
+
+    @abstractmethod
+    def can_be_repeated(self) -> bool:
+        """Returns whether a repetition of the step must give the same bits."""
+
+    @abstractmethod
+    def differs_when_repeated(self, cause: str | None) -> bool:
+        """Returns whether a repetition gives another loss or gradient norm. All ranks call it.
+
+        Args:
+            cause: the result of the investigation; None if there was none.
+        """
+
+    @abstractmethod
+    def update_again(self) -> None:
+        """Runs the optimizer's step once more on the present gradients."""
+
+    @abstractmethod
+    def gradient_again(self, compared: Compared) -> Tensor | None:
+        """Computes the gradients that were compared once more; returns the sums of their bits, int64 `[tensors]`.
+
+        Returns None if other bits are to be expected.
+        """
+
+    def bad_samples(self) -> tuple[list[dict[str, Any]], int]:
+        """Returns this rank's samples with values that no model can learn from, and how many samples it has."""
+        return [], 0
+
+
+def settle(step: ReadStep) -> Verdict:
+    """Returns the verdict on a step: the policy's, unless a closer look changes it. All ranks must call it.
+
+    The verdict becomes RESTORE if the machine was at fault, and APPLY or SKIP if a difference proves to be no fault.
+    """
+    guard, reading = step.guard, step.reading
+    # The policy's verdict on the numbers: apply, skip, roll back or halt. It also updates counts and limits.
+    faults = guard.machine_faults
+    verdict = guard.judge(reading)
+    report_out_of_memory(step)
+    # The first try of this step gave an update that was not finite, and this one did not.
+    if reading.applied and guard.machine_faults > faults:
+        explain(step, "update", reading._replace(bad_update=True, rank=guard.faulty_rank))
+    # Two computations differ: a third one tells whether the machine or the model's code is at fault.
+    if guard.recheck.differing_part(reading) and guard.recheck.compared:
+        verdict = confirm(step, verdict)
+    # If the step was held, the weights still have their values from before it: explain it now.
+    return verdict if reading.applied else explain_held(step, verdict)
+
+
+# ---- explaining a step
+
+
+def explain_held(step: ReadStep, verdict: Verdict) -> Verdict:
+    """Records a held step, and investigates it if it is the first in a row; returns the verdict on it.
+
+    The verdict becomes RESTORE if the machine was at fault: if the state is damaged, or a repetition of the step gives
+    other results. A step that halts the run is also investigated, unless the newest incident is of the same kind.
+    Held steps without an incident are printed only if `is_round` selects their count.
+    """
+    guard, tracker, reading, handler = step.guard, step.tracker, step.reading, step.handler
+    reason, named = guard.reason, {}
+    # Name what is bad, so that the user can look at it: samples of the batch, or tensors of the state. Each rank
+    # inspects its own part, and all ranks get the whole list.
+    if guard.kind == "bad_data":
+        bad = step.parallel.gather_samples(*step.bad_samples())[:MAX_LISTED]
+        reason, named = describe(bad), {"samples": bad}
+    if guard.kind == "state":
+        named = {"tensors": changed_tensors(step)}
+    # The event comes before the investigation, which takes long and may be killed.
+    fields = {"loss": reading.loss, "grad_norm": reading.grad_norm, "loss_scale": reading.loss_scale, **named}
+    tracker.event("skip", step.number, kind=guard.kind, reason=reason, tick=step.tick, **fields)
+    if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
+        return verdict
+    if guard.kind == "recheck" and guard.recheck.found is None:  # this model's results vary: no fault
+        return verdict
+    # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps.
+    by_machine = guard.kind in ("state", "recheck")
+    if guard.consecutive == 1 or by_machine or (verdict is Verdict.HALT and guard.kind != handler.newest):
+        finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
+        # bad inputs may make the step non-finite; a bad label does not
+        incident = explain(step, "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind)
+        if incident is not None:
+            guard.note_mistake(incident)  # so that a rollback is not repeated for the same mistake
+        verdict = check_machine(step, verdict, None if incident is None else incident.cause)
+        if incident is not None and not incident.known:
+            handler.newest = guard.kind
+            return verdict
+    count = guard.skips[guard.kind]
+    # a rollback or a halt prints its own message, so only plain skips are printed here
+    if verdict is Verdict.SKIP and is_round(count):
+        tracker.note(f"step {step.number}: {reason}; update skipped ({guard.kind}, number {count})")
+    return verdict
+
+
+def explain(step: ReadStep, kind: str, reading: Reading | None = None) -> IncidentSummary | None:
+    """Investigates a step, and files and shows what is new; returns None if there was no investigation.
+
+    If an error prevents it, one line says so. All ranks must call it before the next step changes the state.
+
+    Args:
+        kind: see `IncidentRequest`.
+        reading: the numbers to explain; None for the step's own.
+    """
+    tracker = step.tracker
+    try:
+        filed = step.investigate(kind, step.reading if reading is None else reading)
+    except NotInvestigated as error:
+        tracker.event("not_investigated", step.number, tick=step.tick, kind=kind, reason=str(error))
+        tracker.note(f"step {step.number}: this incident is not investigated: {error}")
+        return None
+    if filed is None or filed.known:
+        return filed
+    path = None if filed.path is None else f"{filed.path.parent.name}/{filed.path.name}"
+    found = {"cause": filed.cause, "verdict": filed.verdict, "fix": [*filed.fix], "path": path}
+    tracker.event("incident", step.number, tick=step.tick, kind=kind, **found)
+    for line in filed.lines:
+        tracker.note(line)
+    tracker.alert(f"incident: {filed.cause}", "\n".join(filed.lines))
+    return filed
+
+
+def changed_tensors(step: ReadStep) -> list[str]:
+    """Returns which tensors changed between two updates, on any rank; all ranks must call it."""
+    ranks = step.parallel.ranks
+    whose = f"rank {ranks.rank}: " if ranks.distributed else ""
+    changes = step.guard.state_check.changes(step.state.model)
+    mine = [{"index": None, "what": f"{whose}{each}"} for each in changes]
+    return [each["what"] for each in step.parallel.gather_samples(mine, 1)]
+
+
+# ---- faults of the machine
+
+
+def check_machine(step: ReadStep, verdict: Verdict, cause: str | None) -> Verdict:
+    """Returns RESTORE for a held step if memory or arithmetic was at fault, and not the data or the settings.
+
+    Args:
+        verdict: the verdict so far.
+        cause: the result of the investigation; None if there was none.
+    """
+    guard, state, reading = step.guard, step.state, step.reading
+    if guard.kind not in ("nonfinite", "spike", "update"):
+        return verdict
+    # Weights or moments that are not finite: every later step would be skipped, so restore an older state.
+    damaged = cause == "corrupt_state" or not state_is_finite(state.model, state.optimizer)
+    if step.parallel.any_rank(damaged):
+        found = guard.on_machine_fault(reading.step, f"{guard.reason}: {DAMAGED}", damaged=True, otherwise=verdict)
+        if found is not verdict:
+            guard.kind = "state"
+        return found
+    # Otherwise repeat the step: on a machine without fault it gives the same bits. This costs a whole step, so it is
+    # done only for the first skip in a row.
+    if guard.consecutive > 1 or guard.retried_step == reading.step or not step.can_be_repeated():
+        return verdict
+    differs = is_finite_when_repeated(step) if reading.bad_update else step.differs_when_repeated(cause)
+    if not step.parallel.any_rank(differs):
+        return verdict
+    return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
+
+
+def is_finite_when_repeated(step: ReadStep) -> bool:
+    """Repeats an optimizer's step whose update was undone; returns whether it is finite now. Restores everything."""
+    model, optimizer = step.state.model, step.state.optimizer
+    with put_back_after(model, optimizer):
+        step.update_again()
+        return update_is_finite(model, optimizer)
+
+
+def confirm(step: ReadStep, verdict: Verdict) -> Verdict:
+    """Returns the verdict on a step whose repetition differs: the policy's, or that of a step without a fault.
+
+    A third computation decides. If its result equals one of the two, the hardware computed the other one wrongly. If it
+    does not equal the second, and no two results were ever equal in this run, the model is at fault: its forward pass
+    depends on more than weights, buffers, batch and PyTorch's random numbers, such as a file or a list that it appends
+    to. The user is told once, and the limit is learnt from then on. Where bits may differ there is no third
+    computation: a difference above its limit is the hardware's fault.
+
+    Sets `found` of the policy's recheck if it is a fault, and files the incident of an update that was applied. All
+    ranks must call it before the next step begins.
+    """
+    guard, recheck, tracker, reading = step.guard, step.guard.recheck, step.tracker, step.reading
+    part = recheck.differing_part(reading)
+    place = f"device {step.device} ({hardware.name(step.device)}), host {platform.node()}"
+    finding = collect_finding(recheck, part, f"{place}, rank {step.parallel.ranks.rank}", step.gradient_again)
+    if not step.parallel.any_rank(finding.differs):  # the step was computed twice for another reason
+        return verdict
+    # If the third equals the first and no two results ever were equal, the second run read something that the first one
+    # had changed and that cannot be restored: the step itself was right.
+    repeats = finding.third == "second" or recheck.has_repeated(part)
+    if not step.parallel.any_rank(finding.differs and repeats):
+        recheck.learn_limit(part)
+        tracker.event("recheck_varies", step.number, part=part, tick=step.tick)
+        tracker.note(
+            f"step {step.number}: a second computation of the {part} never gives the same bits with this model: its "
+            "code may depend on more than weights, buffers, batch and random numbers; guard.recheck_every now compares "
+            "with a limit that is learnt"
+        )
+        return Verdict.APPLY if reading.applied else Verdict.SKIP
+    # A fault of the hardware. If the update was applied, the weights are wrong: go back to before it. If not, only this
+    # step's numbers are wrong: repeat the step.
+    recheck.found = finding
+    if not reading.applied:
+        return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
+    tracker.event("distrust", step.number, tick=step.tick, kind="recheck", part=part, reason=guard.reason)
+    explain(step, "recheck")
+    return guard.on_machine_fault(reading.step, guard.reason, damaged=True)
+
+
+def collect_finding(
+    recheck: NoRecheck, part: str, place: str, gradient_again: Callable[[Compared], Tensor | None]
+) -> Finding:
+    """Collects what is known about the newest repetition of a part; waits for the device.
+
+    Args:
+        place: device, host and rank.
+        gradient_again: see `ReadStep`.
+    """
+    compared, limit, agreed = recheck.compared.get(part), recheck.limit(part), recheck.agreed(part)
+    if compared is None:
+        return Finding(part, False, [], "", agreed, limit, place)
+    ratios, limits = compared.ratios.tolist(), [0.0] * len(compared.names)
+    if compared.limits is not None:
+        limits = compared.limits.tolist()
+    exceeding = [each for each in zip(compared.names, ratios, limits, strict=True) if each[1] > each[2]]
+    exceeding.sort(key=lambda each: -each[1] / (each[2] or 1.0))
+    again = compared.again or partial(gradient_again, compared)
+    equal = third_equals(again, compared) if exceeding and limit == 0 else ""
+    allowed = exceeding[0][2] if exceeding else limit
+    return Finding(part, bool(exceeding), [each[:2] for each in exceeding], equal, agreed, allowed, place)
+
+
+def third_equals(compute_again: Callable[[], Tensor | None], compared: Compared) -> str:
+    """Computes a third time; returns which result that equals, as in `Finding`."""
+    try:
+        third = compute_again()
+    except Exception:  # a user's model may raise anything, and the two results are known
+        return ""
+    if third is None:
+        return ""
+    if torch.equal(third, compared.first):
+        return "first"
+    return "second" if torch.equal(third, compared.second) else "neither"
+
+
+def report_out_of_memory(step: ReadStep) -> None:
+    """Ends repetitions and tells the user, if some rank had too little memory for this one."""
+    if not step.guard.recheck.runs_out_of_memory(step.reading):
+        return
+    step.tracker.event("recheck_off", step.number, reason="out of memory", tick=step.tick)
+    step.tracker.note(
+        f"step {step.number}: too little memory to compute a gradient and an update twice, so arithmetic is not "
+        "checked in this process; training is not affected. fix: a smaller batch_size, or more grad_accum_steps"
+    )
+
+
+# ---- events and lines that both doors show
+
+
+def note_taken_again(step: ReadStep) -> None:
+    """Reports that a held step is taken again, because its numbers were wrong and have changed nothing."""
+    before = step.number - 1
+    step.tracker.event("restore", step.number, tick=step.tick, to=before, loaded=before, reason=step.guard.reason)
+    step.tracker.note(f"step {step.number}: taken again, with the same batch and learning rate")
+
+
+def log_alarms(tracker: NoTracker, step: int, alarms: Sequence[Alarm]) -> None:
+    """Records each alarm as an event, prints it, and sends it as a W&B alert."""
+    for alarm in alarms:
+        since = {} if alarm.since is None else {"since": alarm.since}
+        tracker.event("alarm", step, kind=alarm.kind, text=alarm.text, **since)
+        tracker.note(f"step {step}: {alarm.text}")
+        tracker.alert(alarm.kind, f"step {step}: {alarm.text}")

@@ -1,0 +1,44 @@
+"""Where the guard of a user's own loop reports: `events.jsonl` beside the incidents, and lines in the log."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.printable import printable
+from stabletrain.tracking.metrics import Lines, now
+from stabletrain.tracking.tracker import NoTracker
+
+LOG = logging.getLogger("stabletrain")
+"""Lines are logged here, as warnings, on the main process."""
+
+
+class LoopTracker(NoTracker):
+    """Writes events and logs lines, on the main process.
+
+    Args:
+        folder: receives `events.jsonl` with the first event; None for no file.
+        ranks: this process among those that train together.
+    """
+
+    def __init__(self, folder: Path | None, ranks: Ranks) -> None:
+        self._folder, self._is_main = folder, ranks.is_main
+        self._events: Lines | None = None
+
+    def event(self, kind: str, step: int, /, **fields: Any) -> None:
+        """Writes one line, as in the run folder of `train.py`. A full disk loses lines, and does not end the loop."""
+        if self._folder is None or not self._is_main:
+            return
+        if self._events is None:
+            try:
+                self._events = Lines(self._folder / "events.jsonl")
+            except OSError as error:
+                self._folder = None
+                self.note(f"{error.filename}: events cannot be written ({error.strerror}); training is not affected")
+                return
+        self._events.append({"event": kind, "step": step, "time": now(), **fields})
+
+    def note(self, text: str) -> None:
+        """Logs a line."""
+        if self._is_main:
+            LOG.warning("%s", printable(text))

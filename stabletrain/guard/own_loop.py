@@ -1,0 +1,326 @@
+"""`OwnLoop`: a training loop of the user's own, and its step: begin, judge, apply, hold, run again.
+
+`Guard` runs the user's closures here; an attached loop (`attached_guard.py`) runs its own code, and only its update
+passes through.
+"""
+
+import contextlib
+import math
+from collections.abc import Generator, Sequence
+from operator import methodcaller
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from stabletrain.buffers import buffers_of
+from stabletrain.errors import ConfigError
+from stabletrain.guard.agreement import OneRank, innermost
+from stabletrain.guard.checks.comparing import sums
+from stabletrain.guard.checks.copies import Copies
+from stabletrain.guard.checks.repeats import NO_REPEAT, NoRepeat
+from stabletrain.guard.checks.written import note_start
+from stabletrain.guard.gradients import BareTensors, TrainedParameters, unwrapped
+from stabletrain.guard.judge import Judge
+from stabletrain.guard.load_listener import LoadListener
+from stabletrain.guard.loop_states import Loader, LoopStates, NoStates
+from stabletrain.guard.micro_batch import MicroBatch, loss_of
+from stabletrain.guard.policy import RollbackGuard, SkipGuard
+from stabletrain.guard.rerun import BegunStep, Generators, Rerun
+from stabletrain.guard.scaling import Scaling, scaling
+from stabletrain.guard.subject import compiled_frames
+from stabletrain.records import Number, Reading, TrainState
+from stabletrain.tracking.tracker import NoTracker
+
+
+class OwnLoop:
+    """A loop whose closures the guard runs, and whose optimizer it steps.
+
+    Attributes:
+        outer: the model as the user gave it, with the wrappers of DDP and the compiler.
+        model: the user's own module, without wrappers.
+        optimizer, device: the optimizer, and where the parameters are.
+        trained: the parameters that the optimizer updates.
+        state: model and optimizer.
+        steps: number of steps judged so far. Everything that is due every so many steps follows this count.
+        policy: gives the verdicts.
+        states: the snapshots to go back to.
+        agreement: the ranks that train together.
+        judge: measures and judges.
+        last_applied: the micro-batches of the last step that was applied; empty before the first.
+        best_loss: smallest loss of the applied steps.
+        frames: `compiled_frames()` when the guard was made.
+        updating: whether the guard asked for the optimizer's step that is running.
+
+    Args:
+        tracker: receives events and lines.
+        precision, scaler, loader, max_norm: see `Guard`.
+
+    Raises:
+        ConfigError: model and optimizer do not belong together, or `precision` cannot be used.
+    """
+
+    runs_closures = True
+    """Whether the guard runs forward and backward; an attached loop does so itself."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[Tensor],
+        optimizer: Optimizer,
+        policy: SkipGuard,
+        agreement: OneRank,
+        tracker: NoTracker,
+        *,
+        precision: str | None = None,
+        scaler: GradScaler | None = None,
+        loader: Loader | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            if not isinstance(model, list | tuple) or not all(isinstance(each, Tensor) for each in model):
+                raise ConfigError(
+                    f"Guard({type(model).__name__}, ...): give the nn.Module that is trained, or a list of tensors"
+                )
+            model = BareTensors(model)
+        self.outer, self.model, self.optimizer = model, innermost(model), unwrapped(optimizer)
+        self.trained = TrainedParameters(self.model, self.optimizer)
+        self.device = self.parameters[0].device
+        self.state, self.steps = TrainState(self.model, self.optimizer), 0
+        self.policy, self.agreement = policy, agreement
+        chosen = scaling(precision, scaler, self.device, several_ranks=agreement.ranks.distributed)
+        self.states = NoStates()
+        if isinstance(policy, RollbackGuard):
+            self.states = LoopStates(self.model, self.optimizer, policy, chosen, loader, tracker, agreement.any_rank)
+        self.judge = Judge(
+            self.model,
+            self.optimizer,
+            scaling=chosen,
+            agreement=self.agreement,
+            policy=self.policy,
+            max_norm=max_norm,
+        )
+        self.last_applied: list[MicroBatch] = []
+        self.best_loss, self.updating, self._start_noted = math.inf, False, False
+        self.frames = compiled_frames()
+        self.loads = LoadListener()
+        self.loads.listen(self.model, self.optimizer)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that the optimizer updates, in the order of `model.parameters()`."""
+        return self.trained.found
+
+    @property
+    def scaling(self) -> Scaling:
+        """The loss scale."""
+        return self.judge.scaling
+
+    # ---- begin
+
+    def begin(self) -> BegunStep:
+        """Begins a step: drops the old gradients, and records the state that forward and backward change."""
+        # The loop may have loaded a checkpoint or added parameters since the last step.
+        if self.loads.noticed:
+            self.state_replaced()
+        self.trained.find()
+        # Note what is not finite from the start, so that no step is blamed for it.
+        if not self._start_noted:
+            note_start(self.model, self.optimizer)
+            self._start_noted = True
+        self.states.before_first_update(self.steps)
+        if self.runs_closures:
+            self.optimizer.zero_grad(set_to_none=True)
+        # A held step restores the buffers, such as batch norm's statistics; a rerun draws the same random numbers.
+        return BegunStep(Generators.now(self.device), buffers_of(self.model).save())
+
+    def state_replaced(self) -> None:
+        """Discards checksums and snapshots, because the loop itself has changed weights, moments or buffers."""
+        self.loads.noticed = False
+        self.policy.states.forget()
+        self.policy.check_state_every(self.policy.state_check.every)
+        self._start_noted = False
+
+    # ---- judge
+
+    def read(self, step: int, loss: Tensor, **numbers: Any) -> Reading:
+        """Judges the step that was just computed; returns its numbers. The arguments are those of `Judge`."""
+        unproven = bool(self.policy.update_check.why(self.optimizer))
+        return self.judge(step, loss, self.parameters, unproven=unproven, **numbers)
+
+    def state_changed(self, begun: BegunStep) -> Number:
+        """Returns 1 if weights, moments or buffers have changed since the last update, else 0."""
+        return self.policy.state_check.before_update(self.state, begun.buffers)
+
+    # ---- apply
+
+    def apply(self, begun: BegunStep, reading: Reading) -> Reading:
+        """Applies the update if the gate is open, and undoes it if it is not finite.
+
+        Returns:
+            the reading, changed if the update was undone, or repeated.
+        """
+        if not reading.applied:
+            return reading
+        lengths, scaling = self.policy.lengths, self.scaling
+        before, kept = lengths.before(self.model), self.copies()
+        scale = None if kept is None else scaling.saved()
+        with self.update(kept):
+            repeat = self._repeat_of_update()
+            scaling.update(self.optimizer, True, False)
+            difference = repeat.update(methodcaller("step"))
+        if not self.keep_or_undo(kept):
+            scaling.put_back(scale)
+            return self.undone(begun, reading)
+        # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.
+        self.states.lengths = [*lengths.after(before, summed).values()]
+        return reading._replace(recheck_update=float(difference))
+
+    def _repeat_of_update(self) -> NoRepeat:
+        """Returns what repeats the update of one tensor, if that is due."""
+        if self.agreement.ranks.distributed:
+            return NO_REPEAT
+        self.state.step = self.steps - 1  # this step's number, counted from 0
+        return self.policy.recheck.of_update(self.state, self.agreement)
+
+    def undone(self, begun: BegunStep, reading: Reading) -> Reading:
+        """Returns the reading of a step whose update was undone. It may be applied again, so the buffers are saved."""
+        begun.after_forward = buffers_of(self.model).save()
+        return reading._replace(applied=False, bad_update=True)
+
+    def run_optimizer_step(self) -> None:
+        """Runs the optimizer's own step, without judging it."""
+        self.optimizer.step()
+
+    def copies(self) -> Copies | None:
+        """Returns copies of what the update may write, to check and undo it; None if it is proven to stay finite."""
+        return self.policy.update_check.copy(self.model, self.optimizer) if self.judge.unproven else None
+
+    @contextlib.contextmanager
+    def update(self, kept: Copies | None = None) -> Generator[None]:
+        """A context in which the optimizer's step runs, with a lower learning rate for a while after a rollback.
+
+        If the step raises an error, `kept` is put back, so that no partial update remains.
+        """
+        factor = self.policy.lr_multiplier(self.steps)
+        groups = [group for group in self.optimizer.param_groups if factor != 1.0 and "lr" in group]
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+        self.updating = True  # `check_caller` lets this step pass
+        try:
+            yield
+        except BaseException:
+            if kept is not None:
+                kept.put_back()
+            raise
+        finally:
+            self.updating = False
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def keep_or_undo(self, kept: Copies | None) -> bool:
+        """Returns whether the update that was just applied is finite, on all ranks; if not, undoes it."""
+        if kept is None or not self.agreement.any_rank(not kept.are_finite_now()):
+            return True
+        kept.put_back()
+        return False
+
+    # ---- hold
+
+    def hold(self, begun: BegunStep, reading: Reading) -> None:
+        """Restores the buffers of a held step, and lowers the loss scale after an overflow.
+
+        Weights and moments are untouched, and the forward pass wrote only buffers.
+        """
+        begun.buffers.put_back()
+        if not reading.bad_update:  # that one was applied, and undone together with the loss scale
+            self.scaling.update(self.optimizer, False, reading.overflow)
+
+    def note_applied(self, begun: BegunStep, reading: Reading) -> None:
+        """Keeps what later investigations need of an applied step: its batches, and the smallest loss."""
+        self.best_loss, self.last_applied = min(self.best_loss, reading.loss), begun.micro_batches
+
+    def remember_state(self) -> None:
+        """Takes the checksums of the state after a step, if they are wanted."""
+        if self.policy.state_check.every:
+            self.state.step = self.state.executed_steps = self.steps
+            self.policy.state_check.after_update(self.state, buffers_of(self.model).save())
+
+    # ---- run again
+
+    def gap(self, begun: BegunStep) -> str:
+        """Returns why the closures do not compute the loop's own loss; empty if they do."""
+        del begun
+        return ""
+
+    def rerun(self, begun: BegunStep, loss_scale: float) -> Rerun:
+        """Returns what is needed to run a step's closures again, which leaves no trace."""
+        return Rerun(self.model, self.outer, self.parameters, self.scaling, begun, loss_scale)
+
+    def can_take_again(self, begun: BegunStep, reading: Reading) -> bool:
+        """Returns whether the update can be applied again, or the closures run again on unchanged batches."""
+        if self.agreement.ranks.distributed:
+            return False
+        same_batches = all(tensor._version == version for tensor, version in begun.versions)
+        return reading.bad_update or (self.runs_closures and same_batches)
+
+    def take_again(self, begun: BegunStep, reading: Reading) -> Reading:
+        """Takes a held step again, because its numbers were wrong and have changed nothing; returns its numbers.
+
+        If the update was wrong, it is applied again. Otherwise the closures run twice more, and the gradients of both
+        runs must have the same bits.
+        """
+        if reading.bad_update:
+            if begun.after_forward is not None:
+                begun.after_forward.put_back()
+            self.scaling.unscaled_again(self.optimizer)
+            return self.apply(begun, reading._replace(applied=True, bad_update=False))
+        self.policy.recheck.forget()  # its comparison is of the first try
+        first, second = self._compute_again(begun), self._compute_again(begun)
+        differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self.device)
+        loss = sum(begun.losses[1:], begun.losses[0])
+        return self.apply(begun, self.read(reading.step, loss, recheck=differs))
+
+    def _compute_again(self, begun: BegunStep) -> Tensor:
+        """Runs the closures of a step from where it began; returns the sums of the gradients' bits."""
+        begun.losses = []
+        begun.buffers.put_back()
+        begun.generators.set()
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro_batch in begun.micro_batches:
+            with self.scaling.autocast():
+                loss = loss_of(micro_batch())
+            self.scaling.scale(loss).backward()
+            begun.losses.append(loss.detach())
+        return sums([parameter.grad for parameter in self.parameters], self.device)
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns counts, limits and loss scale, for the loop's own checkpoint."""
+        return {
+            "step": self.steps,
+            "policy": self.policy.state_dict(),
+            "scaling": self.scaling.state_dict(),
+            "lengths": [float(length) for length in self.states.lengths],
+            "best_loss": self.best_loss,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores them."""
+        self.steps = state["step"]
+        self.policy.load_state_dict(state["policy"])
+        # The loop loads its weights and moments too: checksums of those from before would report a memory fault.
+        self.state_replaced()
+        self.scaling.load_state_dict(state["scaling"])
+        self.states.lengths = [torch.tensor(length, device=self.device) for length in state.get("lengths", [])]
+        self.best_loss = state.get("best_loss", math.inf)
+
+
+def summed(values: Tensor) -> Tensor:
+    """Returns the elementwise sum over the ranks, of sharded parameters."""
+    dist.all_reduce(values)
+    return values
