@@ -9,12 +9,10 @@ that was withheld. The difference is where a step comes from: the user's closure
 | attached_guard, attach | judges at `optimizer.step()`, for a loop that cannot be edited |
 | loop_guard | what both do with a step: begin, judge, apply or withhold, follow the verdict |
 | options | the options of a guard, and the policy that is built from them |
-| judge | measures a step, judges it and clips |
+| judge | measures a step, judges it with `step.py`'s `close_gate`, and clips |
 | micro_batch | a closure with its batch: one micro-batch of a step |
 | gradients | the gradients of the optimizer's parameters, and their norms |
 | spikes | what counts as a spike in a loop of which nothing is known |
-| scaling | the loss scale: none, this project's, or a `torch.amp.GradScaler` |
-| agreement | the numbers of a step, equal on all ranks |
 | states | snapshots to roll back to, and the position of the data loader |
 | load_listener | notices that the loop loads weights or moments by itself |
 | rerun, shared_reruns | runs a step's closures again, and restores everything; on several ranks together |

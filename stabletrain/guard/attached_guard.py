@@ -17,8 +17,8 @@ from stabletrain.guard.loop_guard import LoopGuard
 from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.options import GuardOptions
 from stabletrain.guard.rerun import BegunStep
-from stabletrain.guard.scaling import LoopScaling
 from stabletrain.records import Reading
+from stabletrain.stability.precision.loop import LoopScaled
 
 CLIPPED_NAN = (
     "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has "
@@ -58,8 +58,7 @@ class AttachedGuard(LoopGuard):
             )
         super().__init__(model, optimizer, options)
         optimizer = self._optimizer
-        name = "fp16" if scaler is not None else ""
-        self._judge.scaling = LoopScaling(self._scaling.precision, name, optimizer, scaler)
+        self._judge.precision = LoopScaled(self._device, optimizer, scaler)
         self._pending: tuple[BegunStep, Reading] | None = None
         self._recorder = LoopRecorder(
             self._outer, optimizer, scaler, criterion, self._begin, self._decide, self._loops_update

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -170,12 +169,12 @@ class Guard(LoopGuard):
         begun, micro_batch = self._begun, MicroBatch(closure, in_new_containers(batch))
         try:
             begun.versions += versions(batch)
-            with self._scaling.autocast():
+            with self._precision.autocast():
                 value = self._run(micro_batch, begun)
             loss = loss_of(value)
             if first and any(parameter.grad is not None for parameter in self._parameters):
                 raise ConfigError("the closure called .backward(): return the loss, and the guard differentiates it")
-            self._scaling.scale(loss).backward()
+            self._precision.scale(loss).backward()
         except BaseException:
             self._begun = None  # the step is given up; the next one starts from the beginning
             begun.buffers.put_back()  # such as the statistics of a batch norm
@@ -234,22 +233,21 @@ class Guard(LoopGuard):
         if self.last is not None and not self._rehearsed:  # the step before this one has made the moments
             self._rehearsed = True
             recheck.rehearse(self._step)
-        if not recheck.repeats(self._step) or self._agreement.ranks.distributed:
+        if not recheck.repeats(self._step) or self._parallel.ranks.distributed:
             return 0.0
-        return repeat(recheck, self._rerun(begun, float(self._scaling.loss_scale())), self._step)
+        return repeat(recheck, self._rerun(begun, float(self._precision.loss_scale())), self._step)
 
     def _apply(self) -> bool:
         """Applies the update; returns whether it stays: one that is not finite is undone."""
-        lengths, scaling = self._policy.lengths, self._scaling
+        lengths = self._policy.lengths
         before, kept = lengths.before(self._model), self._copies()
-        scale = None if kept is None else scaling.saved()
         with self._update(kept):
-            scaling.update(self._optimizer, True, False)
+            self._precision.step(self._optimizer)
         if not self._keep_or_undo(kept):
-            scaling.put_back(scale)
             return False
+        self._precision.update(overflow=False, applied=True)
         # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.
-        self._states.lengths = [*lengths.after(before, summed).values()]
+        self._states.lengths = [*lengths.after(before, self._parallel.all_reduce_sum).values()]
         return True
 
     def _run_optimizer_step(self) -> None:
@@ -259,9 +257,3 @@ class Guard(LoopGuard):
         """Restores what `state_dict` returned. Snapshots are not part of it: the next step takes a new one."""
         super().load_state_dict(state)
         self._begun = None
-
-
-def summed(values: Tensor) -> Tensor:
-    """Returns the elementwise sum over the ranks, of sharded parameters."""
-    dist.all_reduce(values)
-    return values

@@ -29,7 +29,6 @@ from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
-from stabletrain.guard.agreement import OneRank, agreement_of_ranks, innermost
 from stabletrain.guard.checks.comparing import sums
 from stabletrain.guard.checks.copies import Copies
 from stabletrain.guard.checks.written import note_start, state_is_finite
@@ -42,13 +41,14 @@ from stabletrain.guard.options import GuardOptions
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.guard.repeat import confirm
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun
-from stabletrain.guard.scaling import Scaling, scaling
 from stabletrain.guard.spikes import bounds
 from stabletrain.guard.states import NoStates, States
 from stabletrain.guard.subject import LoopSubject, compiled_frames
 from stabletrain.monitors.rolling import Alarm
+from stabletrain.parallel.loop import innermost, ranks_of_loop
 from stabletrain.printable import is_round
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
+from stabletrain.stability.precision.base import FullPrecision
 
 _GUARDS: "WeakKeyDictionary[Optimizer, ref[LoopGuard]]" = WeakKeyDictionary()
 """The guard of each optimizer. A newer guard of the same optimizer replaces it."""
@@ -75,19 +75,17 @@ class LoopGuard:
         self._parameters = trained_parameters(self._model, optimizer)
         self._trained_ids = set[int]()
         self._device = self._parameters[0].device
-        self._agreement: OneRank = agreement_of_ranks()
-        several_ranks = self._agreement.ranks.distributed
-        chosen = scaling(options.precision, options.scaler, self._device, several_ranks=several_ranks)
+        self._parallel = parallel = ranks_of_loop()
+        precision = options.make_precision(self._device, optimizer, several_ranks=parallel.ranks.distributed)
         self._policy = policy = options.make_policy()
         self._state, self._states = TrainState(self._model, optimizer), NoStates()
         if isinstance(policy, RollbackGuard):
-            self._states = States(self._model, optimizer, policy, chosen, options.loader, self._agreement.any_rank)
-        agreement, max_norm = self._agreement, options.max_norm
+            self._states = States(self._model, optimizer, policy, precision, options.loader, parallel.any_rank)
         self._judge = Judge(
-            self._model, optimizer, scaling=chosen, agreement=agreement, policy=policy, max_norm=max_norm
+            self._model, optimizer, precision=precision, parallel=parallel, policy=policy, max_norm=options.max_norm
         )
         self._incidents = Incidents(
-            Path(options.folder), options.max_incidents, options.max_seconds, self._agreement.ranks
+            Path(options.folder), options.max_incidents, options.max_seconds, self._parallel.ranks
         )
         self._keep_state, self._frames = options.keep_state, compiled_frames()
         self._step = 0  # steps judged so far
@@ -154,8 +152,8 @@ class LoopGuard:
     # ---- judge
 
     @property
-    def _scaling(self) -> Scaling:
-        return self._judge.scaling
+    def _precision(self) -> FullPrecision:
+        return self._judge.precision
 
     def _judge_step(self, step: int, loss: Tensor, **numbers: Any) -> Reading:
         """Returns the reading of the step that was just computed; the arguments are those of `Judge`."""
@@ -226,7 +224,7 @@ class LoopGuard:
 
     def _keep_or_undo(self, kept: Copies | None) -> bool:
         """Returns whether the update that was just applied is finite, on all ranks; if not, undoes it."""
-        if kept is None or not self._agreement.any_rank(not kept.are_finite_now()):
+        if kept is None or not self._parallel.any_rank(not kept.are_finite_now()):
             return True
         kept.put_back()
         return False
@@ -296,8 +294,7 @@ class LoopGuard:
         """Restores the buffers, lowers the loss scale after an overflow, and explains the step; returns the verdict."""
         # A withheld step changes nothing: weights and moments are untouched, and the forward pass wrote only buffers.
         begun.buffers.put_back()
-        if not reading.bad_update:  # that one was applied, and undone together with the loss scale
-            self._scaling.update(self._optimizer, False, reading.overflow)
+        self._precision.update(reading.overflow, applied=False)
         policy = self._policy
         if reading.overflow:  # routine in fp16: an overflow only lowers the loss scale
             return verdict
@@ -325,7 +322,7 @@ class LoopGuard:
         """Explains the step; returns None if there was no investigation."""
         subject, policy = self._subject(begun, reading), self._policy
         group, clips = self._optimizer.param_groups[0], self._judge.clips
-        known = settings(self._scaling.name, group, clips=clips, best_loss=self._best_loss)
+        known = settings(self._precision.name, group, clips=clips, best_loss=self._best_loss)
         optimizer = None if subject.sharded else self._optimizer  # no rank holds whole moments
         return self._incidents.investigate(subject, IncidentRequest(policy.kind, optimizer, bounds(policy)), known)
 
@@ -342,7 +339,7 @@ class LoopGuard:
             return verdict
         # Damaged weights or moments make every later step bad: only an older state helps.
         damaged = cause == "corrupt_state" or not state_is_finite(self._model, self._optimizer)
-        if self._agreement.any_rank(damaged):
+        if self._parallel.any_rank(damaged):
             why = f"{policy.reason}: weights or moments have changed since the last update"
             fault = policy.on_machine_fault(step, why, damaged=True, otherwise=verdict)
             if fault is not verdict:
@@ -356,7 +353,7 @@ class LoopGuard:
 
     def _subject(self, begun: BegunStep, reading: Reading) -> LoopSubject:
         """Collects everything that an investigation of the step needs."""
-        ranks, own, step = self._agreement.ranks, None, self._step
+        ranks, own, step = self._parallel.ranks, None, self._step
         if ranks.distributed:
             own = RankPart(ranks.rank, float(sum(begun.losses[1:], begun.losses[0])))
         return LoopSubject(
@@ -387,13 +384,13 @@ class LoopGuard:
 
     def _rerun(self, begun: BegunStep, loss_scale: float) -> Rerun:
         """Returns what is needed to run a step's closures again."""
-        return Rerun(self._model, self._outer, self._parameters, self._scaling, begun, loss_scale)
+        return Rerun(self._model, self._outer, self._parameters, self._precision, begun, loss_scale)
 
     # ---- take a step again
 
     def _can_take_again(self, begun: BegunStep, reading: Reading) -> bool:
         """Returns whether the update can be applied again, or the closures run again on unchanged batches."""
-        if self._agreement.ranks.distributed:
+        if self._parallel.ranks.distributed:
             return False
         same_batches = all(tensor._version == version for tensor, version in begun.versions)
         return reading.bad_update or (self.updates and same_batches)
@@ -408,7 +405,7 @@ class LoopGuard:
         if reading.bad_update:
             if begun.after_forward is not None:
                 begun.after_forward.put_back()
-            self._scaling.unscaled_again(self._optimizer)
+            self._precision.unscaled_again()
             again = reading._replace(applied=True, bad_update=False)
         else:
             first, second = self._run_again(begun), self._run_again(begun)
@@ -424,9 +421,9 @@ class LoopGuard:
         begun.generators.set()
         self._optimizer.zero_grad(set_to_none=True)
         for micro_batch in begun.micro_batches:
-            with self._scaling.autocast():
+            with self._precision.autocast():
                 loss = loss_of(micro_batch())
-            self._scaling.scale(loss).backward()
+            self._precision.scale(loss).backward()
             begun.losses.append(loss.detach())
         return sums([parameter.grad for parameter in self._parameters], self._device)
 
@@ -517,7 +514,7 @@ class LoopGuard:
         return {
             "step": self._step,
             "policy": self._policy.state_dict(),
-            "scaling": self._scaling.state_dict(),
+            "scaling": self._precision.state_dict(),
             "lengths": [float(length) for length in self._states.lengths],
             "best_loss": self._best_loss,
             "newest_kind": self._newest_kind,
@@ -529,7 +526,7 @@ class LoopGuard:
         self._policy.load_state_dict(state["policy"])
         # The loop loads its weights and moments too: checksums of those from before would report a memory fault.
         self.state_replaced()
-        self._scaling.load_state_dict(state["scaling"])
+        self._precision.load_state_dict(state["scaling"])
         self._states.lengths = [torch.tensor(length, device=self._device) for length in state.get("lengths", [])]
         self._best_loss, self._newest_kind = state.get("best_loss", math.inf), state.get("newest_kind", "")
         self.last, self.rolled_back = None, 0

@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.recheck import recheck_every
 from stabletrain.guard.checks.update_check import NoUpdateCheck
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.guard.states import Loader
+from stabletrain.stability.precision.autocast import Unscaled
+from stabletrain.stability.precision.loop import GradScaled, precision_of_loop
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,27 @@ class GuardOptions:
                 f"Guard(loader={type(self.loader).__name__}(...)) has no state_dict and load_state_dict: leave it out, "
                 "or use torchdata's StatefulDataLoader"
             )
+        if self.scaler is not None and self.precision is not None:
+            raise ConfigError(
+                f"Guard(precision={self.precision!r}, scaler=...): with a GradScaler, the closure uses torch.autocast "
+                "itself; leave precision out, or leave scaler out and let precision='fp16' scale the loss"
+            )
         if self.checksum_every < 0:
             raise ConfigError(
                 f"Guard(checksum_every={self.checksum_every}) is below 0: 1 checks between all updates, 0 never"
             )
         if self.recheck_every < 0:
             raise ConfigError(f"Guard(recheck_every={self.recheck_every}) is below 0: 250 is usual, 0 repeats nothing")
+
+    def make_precision(self, device: torch.device, optimizer: Optimizer, *, several_ranks: bool) -> Unscaled:
+        """Returns autocast and loss scale.
+
+        Raises:
+            ConfigError: `precision` is unknown, or the device lacks it.
+        """
+        if self.scaler is not None:
+            return GradScaled(device, optimizer, self.scaler, several_ranks)
+        return precision_of_loop(self.precision, device)
 
     def make_policy(self) -> SkipGuard:
         """Returns a new policy. A policy that the user gave is copied: the user's own object never changes."""

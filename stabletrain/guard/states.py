@@ -14,10 +14,10 @@ from stabletrain.errors import TrainingHalted
 from stabletrain.guard.checks.written import state_is_finite
 from stabletrain.guard.incidents import LOG
 from stabletrain.guard.policy import RollbackGuard
-from stabletrain.guard.scaling import Scaling
 from stabletrain.machine.memory import free_host_memory
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.records import TrainState
+from stabletrain.stability.precision.base import FullPrecision
 
 
 @runtime_checkable
@@ -81,7 +81,7 @@ class States(NoStates):
     Args:
         model: without wrappers.
         policy: decides which states are healthy.
-        scaling: its loss scale belongs to the state.
+        precision: its loss scale belongs to the state.
         loader: its position belongs to the state; None if it has none.
         any_rank: returns whether its argument is true on any rank.
     """
@@ -91,14 +91,14 @@ class States(NoStates):
         model: nn.Module,
         optimizer: Optimizer,
         policy: RollbackGuard,
-        scaling: Scaling,
+        precision: FullPrecision,
         loader: Loader | None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         super().__init__()
         self._any_rank, self._chosen = any_rank, False
         self._state, self._policy, self._loader = TrainState(model, optimizer), policy, loader
-        self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
+        self._parts: dict[str, Stateful] = {"guard": policy, "scaling": precision}
         self._snapshots = Snapshots()
         self._beside: dict[int, BesideSnapshot] = {}  # by step
         self._passed, self._first, self._groups = 0, -1, len(optimizer.param_groups)

@@ -7,8 +7,8 @@ from benchmarks.fake_card import as_if_on_a_card
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy import RollbackGuard
-from stabletrain.guard.scaling import scaling
 from stabletrain.guard.states import States
+from stabletrain.stability.precision.loop import precision_of_loop
 from tests.guard.given import batches, network
 
 WRITES = {
@@ -30,7 +30,7 @@ def card():
         optimizer.step()
         policy = RollbackGuard(snapshot_every=1)
         policy.check_state_every(0)
-        taken = States(model, optimizer, policy, scaling(None, None, torch.device("cuda", 0)), None)
+        taken = States(model, optimizer, policy, precision_of_loop(None, torch.device("cuda", 0)), None)
         card.restart()
         yield model, optimizer, taken, card
 
