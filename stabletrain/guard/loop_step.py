@@ -27,7 +27,7 @@ class LoopStep(ReadStep):
         self, loop: OwnLoop, begun: BegunStep, reading: Reading, number: int, tracker: NoTracker, incidents: Incidents
     ) -> None:
         super().__init__(
-            reading, number, loop.steps, loop.state, loop.device, loop.policy, loop.agreement, tracker, incidents
+            reading, number, loop.steps, loop.state, loop.device, loop.policy, loop.parallel, tracker, incidents
         )
         self.loop, self.begun = loop, begun
 
@@ -36,7 +36,7 @@ class LoopStep(ReadStep):
         loop, incidents = self.loop, self.handler
         subject = self._subject(reading)
         group = loop.optimizer.param_groups[0]
-        known = settings(loop.scaling.name, group, clips=loop.judge.clips, best_loss=loop.best_loss)
+        known = settings(loop.precision.name, group, clips=loop.judge.clips, best_loss=loop.best_loss)
         optimizer = None if subject.sharded else loop.optimizer  # no rank holds whole moments
         return incidents.investigate(subject, IncidentRequest(kind, optimizer, loop.policy.bounds), known)
 
