@@ -204,10 +204,12 @@ class GradNorms:
     Attributes:
         total: 0-d fp32, over all parameters.
         each: fp32 `[parameters with a gradient]`, in the order of `model.parameters()`.
+        sharded: in a user's own loop, for each of `each`, whether it is that of this rank's shard.
     """
 
     total: Tensor
     each: Tensor
+    sharded: Sequence[bool] = ()
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ class StepChecks:
         state_changed: 1 if weights, moments or buffers are not what the last update left, else 0.
         rank: first rank whose own shard of the step was bad, -1 for none; None in a single process.
         own: this rank's own numbers; None in a single process. They stay on this rank, for forensics.
-        unproven: in a user's own loop, 1 if some rank has to check the update after it, else 0.
+        unproven: in a user's own loop, 1 if some rank has to check the update after it, else 0; None in the trainer.
     """
 
     bad_data: Number
@@ -262,7 +264,7 @@ class StepChecks:
     stop: Tensor | None = None
     rank: Tensor | None = None
     own: OwnNumbers | None = None
-    unproven: Number = 0.0
+    unproven: Number | None = None
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,11 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import Buffers, SavedBuffers, buffers_of
 from stabletrain.monitors.tensor_norms import gradients, measure_all
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import (
     IGNORE_INDEX,
     Batch,
+    Clipped,
     DeviceReading,
     GradNorms,
     LossTerms,
@@ -34,6 +36,7 @@ from stabletrain.records import (
     StepChecks,
     TrainState,
 )
+from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.tools import Tools
 
 
@@ -236,20 +239,17 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     # Self-check: only gradients and buffers may have changed since the last update. A difference is a memory fault.
     state_check = tools.guard.state_check
     changed = state_check.before_update(state, computed.saved_buffers)
-    # Agree: after this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
+    # Judge, with the numbers of the whole step. The gate is a bool on the device, so the host does not wait. It closes
+    # for bad data, for NaN or Inf, for a spike, and for fp16's routine overflow.
     checks = replace(computed.checks, state_changed=changed)
-    terms, norms, checks = tools.parallel.reduce_stats(computed.terms, computed.norms, checks)
-    # Judge. The gate is a bool on the device, so the host does not wait. It closes for bad data, for NaN or Inf, for a
-    # spike, and for fp16's routine overflow.
-    overflow = tools.precision.overflow(terms, norms)
-    gate = tools.precision.close(tools.guard.gate(terms, norms, checks), overflow)
-    loss_scale = tools.precision.loss_scale()
+    gated = close_gate(computed.terms, computed.norms, checks, tools.parallel, tools.precision, tools.guard.gate)
+    gate, loss_scale = gated.gate, tools.precision.loss_scale()
     # The schedule's learning rate for this step number; lower for some steps after a rollback.
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
     # If the optimizer may give a bad update, copy everything that it may write, before gradients are clipped.
     update = CheckedUpdate(state, tools)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
-    clipped = tools.clipping(state.model, norms, gate)
+    clipped = tools.clipping(state.model, gated.norms, gate)
     # Apply the update if the gate is open. Otherwise weights and moments keep their bits.
     withheld = update.apply(gate)
     tools.after_update(state.model, gate)
@@ -257,38 +257,96 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     # undone here, or by the loop. Then restore the buffers if the gate is closed, and adapt fp16's loss scale.
     gate = update.judge(gate)
     buffers = computed.buffers.restore_(computed.saved_buffers, gate)
-    tools.precision.update(overflow, gate)
+    tools.precision.update(gated.overflow, gate)
     # Count the step, skipped or not: the next step reads the next batch.
     state.step += 1
     state.executed_steps += 1
     state_check.after_update(state, buffers)
     # Copy the step's numbers to the host, without waiting for them.
-    rank = checks.rank
-    if update.finite.rank is not None and rank is not None:  # a rank with bad numbers has no update
-        rank = torch.maximum(rank, update.finite.rank)
-    numbers = DeviceReading(
-        step=state.step,
-        loss=terms.total,
-        terms=terms.parts,
-        grad_norm=norms.total,
-        clip_coef=clipped.coef,
-        clip_active=clipped.active,
-        inputs=checks.inputs,
-        buffers=checks.buffers,
+    numbers = gated.numbers(
+        state.step,
+        clipped,
         loss_scale=loss_scale,
-        withheld=withheld,
-        bad_data=checks.bad_data,
-        overflow=overflow,
         lr=lr,
-        state_changed=checks.state_changed,
+        withheld=withheld,
+        bad_update_rank=update.finite.rank,
         bad_update=update.finite.bad,
-        recheck=checks.recheck,
         recheck_update=update.recheck,
-        stop=False if checks.stop is None else checks.stop,
-        rank=-1 if rank is None else rank,
         **update.lengths,
     )
-    return InFlight(numbers, checks.own, update.finite.undone, tools.parallel.wait_for)
+    return InFlight(numbers, gated.checks.own, update.finite.undone, tools.parallel.wait_for)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A judged step: its numbers, the same on every rank, and whether its update is safe.
+
+    Attributes:
+        terms, norms, checks: of the whole step.
+        overflow: whether the gradients overflowed as they routinely do in fp16: a bool, or 0-d.
+        gate: whether the update is to be applied; 0-d bool on the device.
+    """
+
+    terms: LossTerms
+    norms: GradNorms
+    checks: StepChecks
+    overflow: Tensor | bool
+    gate: Tensor
+
+    def numbers(
+        self, step: int, clipped: Clipped, *, bad_update_rank: Tensor | None = None, **others: Any
+    ) -> DeviceReading:
+        """Collects the numbers that the host reads.
+
+        Args:
+            step: number of the step, counted from 1.
+            bad_update_rank: first rank with a bad update, -1 for none; None in a single process.
+            others: loss scale, learning rate, and what is known of the update.
+        """
+        checks, rank = self.checks, self.checks.rank
+        if bad_update_rank is not None and rank is not None:  # a rank with bad numbers has no update
+            rank = torch.maximum(rank, bad_update_rank)
+        return DeviceReading(
+            step=step,
+            loss=self.terms.total,
+            terms=self.terms.parts,
+            grad_norm=self.norms.total,
+            clip_coef=clipped.coef,
+            clip_active=clipped.active,
+            inputs=checks.inputs,
+            buffers=checks.buffers,
+            bad_data=checks.bad_data,
+            overflow=self.overflow,
+            state_changed=checks.state_changed,
+            recheck=checks.recheck,
+            stop=False if checks.stop is None else checks.stop,
+            rank=-1 if rank is None else rank,
+            **others,
+        )
+
+
+def close_gate(
+    terms: LossTerms,
+    norms: GradNorms,
+    checks: StepChecks,
+    parallel: SingleProcess,
+    precision: FullPrecision,
+    opens: Callable[[LossTerms, GradNorms, StepChecks], Tensor],
+) -> Gated:
+    """Judges a step before its update: closes the gate if the update is not safe. Does not wait for the device.
+
+    Args:
+        terms, norms, checks: of this rank's part of the step; gradients are unscaled and not clipped.
+        parallel: the ranks that judge together.
+        precision: knows which overflows are routine.
+        opens: the guard's rule for the gate.
+    """
+    # Agree: after this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
+    terms, norms, checks = parallel.reduce_stats(terms, norms, checks)
+    # An overflow that only lowers the loss scale closes the gate too, but it is no fault.
+    overflow = precision.overflow(terms, norms)
+    gate = precision.close(opens(terms, norms, checks), overflow)
+    return Gated(terms, norms, checks, overflow, gate)
 
 
 class CheckedUpdate:

@@ -1,30 +1,36 @@
-"""The guard and the diagnosis for a training loop of the user's own: `Guard`.
+"""The guard: no unsafe update reaches the weights, and a step that was held is explained.
 
-The rules are those of `train.py`: the same `guard/policy/` judges a step, and the same `forensics/` explains one
-that was withheld. The difference is where a step comes from: the user's closure, which runs again on the live model.
+Two doors lead into this room: `train.py`, whose loop is `trainer/loop.py`, and `Guard`, for a training loop of the
+user's own. Both judge a step by the same policy, explain it by the same forensics and go back to the same kind of snapshots.
+
+| file | |
+|---|---|
+| engine | what follows from a step's numbers: the verdict, the explanation, the test of the machine |
+| policy/ | which updates are applied, and what follows a skipped one |
+| checks/ | self-checks of a step: memory, arithmetic, updates that are not finite |
+| states | snapshots: which are kept, and which one is restored |
+
+The rest is the door for a user's own loop:
 
 | file | |
 |---|---|
 | guard | `Guard`: runs the user's closures forward and backward, and applies the update, or changes nothing at all |
 | attached_guard, attach | judges at `optimizer.step()`, for a loop that cannot be edited |
-| loop_guard | what both do with a step: begin, judge, apply or withhold, follow the verdict |
-| options | builds the policy from a guard's options |
+| loop_guard | what both do with a verdict: skip, take again, restore, roll back, halt |
+| own_loop | the step itself: begin, judge, apply, hold, run again |
+| loop_step | the step as the engine sees it |
+| options | checks the options, and builds the policy and the precision from them |
 | judge | measures a step, judges it and clips |
 | micro_batch | a closure with its batch: one micro-batch of a step |
 | gradients | the gradients of the optimizer's parameters, and their norms |
-| scaling | the loss scale: none, this project's, or a `torch.amp.GradScaler` |
-| agreement | the numbers of a step, equal on all ranks |
-| states | snapshots: which are kept, which are intact, which one is restored; `train.py` uses it too |
-| loop_states | the same for a user's loop, with the position of its data loader |
+| loop_states | the snapshots of the loop, and the position of its data loader |
 | load_listener | notices that the loop loads weights or moments by itself |
-| rerun | runs a step's closures again, and restores everything |
-| repeat | computes the gradients of a step twice, which must give the same bits |
+| loop_tracker | events and lines |
+| rerun, repeat | runs a step's closures again, and restores everything; twice, to compare the bits |
 | samples | the samples of a batch: which are bad, and which make the step fail |
-| subject | the step as an investigation sees it |
 | whole_weights | whole weights in a model that FSDP2 shards, to try single samples |
+| subject, saved_step, incidents | the step as an investigation sees it, on disk, and its incident |
 | in_code | fixes in words that hold in any loop |
-| saved_step | the step in an incident's folder, and its replay from there |
-| incidents | investigates a withheld step and writes its folder |
 """
 
 from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard

@@ -17,8 +17,8 @@ from stabletrain.guard.loop_guard import LoopGuard
 from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.rerun import BegunStep
-from stabletrain.guard.scaling import LoopScaling
 from stabletrain.records import Reading
+from stabletrain.stability.precision.loop import LoopScaled
 
 CLIPPED_NAN = (
     "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has "
@@ -86,8 +86,7 @@ class AttachedGuard(LoopGuard):
         super().__init__(model, optimizer, **options)
         loop = self._loop
         assert isinstance(loop, AttachedLoop)
-        name = "fp16" if scaler is not None else ""
-        loop.judge.scaling = LoopScaling(loop.scaling.precision, name, loop.optimizer, scaler)
+        loop.judge.precision = LoopScaled(loop.device, loop.optimizer, scaler)
         self._pending: tuple[BegunStep, Reading] | None = None
         self._recorder = loop.recorder = LoopRecorder(
             loop.outer, loop.optimizer, scaler, criterion, loop.begin, self._decide, self._loops_update

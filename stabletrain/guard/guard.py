@@ -129,12 +129,12 @@ class Guard(LoopGuard):
         begun, micro_batch = self._begun, MicroBatch(closure, in_new_containers(batch))
         try:
             begun.versions += versions(batch)
-            with self._loop.scaling.autocast():
+            with self._loop.precision.autocast():
                 value = self._run(micro_batch, begun)
             loss = loss_of(value)
             if first and any(parameter.grad is not None for parameter in self._loop.parameters):
                 raise ConfigError("the closure called .backward(): return the loss, and the guard differentiates it")
-            self._loop.scaling.scale(loss).backward()
+            self._loop.precision.scale(loss).backward()
         except BaseException:
             self._begun = None  # the step is given up; the next one starts from the beginning
             begun.buffers.put_back()  # such as the statistics of a batch norm
@@ -193,10 +193,10 @@ class Guard(LoopGuard):
         if self.last is not None and not self._rehearsed:  # the step before this one has made the moments
             self._rehearsed = True
             recheck.rehearse(self._loop.steps)
-        if not recheck.repeats(self._loop.steps) or self._loop.agreement.ranks.distributed:
+        if not recheck.repeats(self._loop.steps) or self._loop.parallel.ranks.distributed:
             recheck.forget()
             return 0.0
-        return repeat(recheck, self._loop.rerun(begun, float(self._loop.scaling.loss_scale())), self._loop.steps)
+        return repeat(recheck, self._loop.rerun(begun, float(self._loop.precision.loss_scale())), self._loop.steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned. Snapshots are not part of it: the next step takes a new one."""

@@ -1,4 +1,4 @@
-"""Measures a step, judges it by the guard's rules, and clips: all numbers of a step, with one host read."""
+"""Measures a step of a loop, judges it as `step.py` does, and clips: all numbers of a step, with one host read."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,25 +8,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of, note_masks
-from stabletrain.guard.agreement import OneRank, RankNumbers
 from stabletrain.guard.gradients import gradients, measure, multiply_
 from stabletrain.guard.policy import SkipGuard
-from stabletrain.guard.scaling import Scaling
-from stabletrain.records import Clipped, DeviceReading, GradNorms, Number, Reading
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.records import Clipped, GradNorms, LossTerms, Number, Reading, StepChecks
 from stabletrain.stability.clipping.fixed import NormClip
-from stabletrain.step import InFlight
+from stabletrain.stability.precision.base import FullPrecision
+from stabletrain.step import InFlight, close_gate
 
 
 class Judge:
     """Judges the steps of one loop.
 
     Attributes:
-        scaling: the loss scale.
+        precision: holds the loss scale.
         unproven: whether the update of the step that was judged last is to be checked; equal on all ranks.
 
     Args:
         model: without wrappers.
-        agreement: makes the numbers equal on all ranks.
+        parallel: the ranks that judge together.
         policy: holds the limits.
         max_norm: largest gradient norm; None for no clipping.
 
@@ -39,13 +39,13 @@ class Judge:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        scaling: Scaling,
-        agreement: OneRank,
+        precision: FullPrecision,
+        parallel: SingleProcess,
         policy: SkipGuard,
         max_norm: float | None,
     ) -> None:
-        self._model, self._optimizer, self.scaling = model, optimizer, scaling
-        self._agreement, self._policy = agreement, policy
+        self._model, self._optimizer, self.precision = model, optimizer, precision
+        self._parallel, self._policy = parallel, policy
         self.unproven = False
         self._clip = None if max_norm is None else NormClip(max_norm)
         note_masks(model)
@@ -76,44 +76,25 @@ class Judge:
             unproven: whether this rank would check the update afterwards.
             unclipped: returns the norms from before the loop itself clipped; None if it does not.
         """
-        scaling, found = self.scaling, gradients(parameters)
+        found, loss_scale = gradients(parameters), self.precision.loss_scale()
         # Undo the loss scale first, so that norms and limits mean the same in every precision. Measure before clipping:
         # clipping would turn every gradient into NaN if one of them is.
-        loss_scale = scaling.loss_scale()
-        scaling.unscale_(self._optimizer, found)
+        self.precision.unscale_(found)
         norms, buffer_norm = measure(found, buffers_of(self._model).judged)
         norms = norms if unclipped is None else unclipped(norms)
-        # Every rank goes on with the same numbers, so that all reach the same verdict.
         sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
-        own = RankNumbers(loss, norms, buffer_norm, changed, sharded, unproven)
-        terms, norms, checks = self._agreement.agree(own)
-        checks = replace(checks, recheck=recheck)
-        overflow = scaling.overflow(terms, norms)
-        opened = scaling.close(self._policy.gate(terms, norms, checks), overflow)
+        # Judge with the numbers of all ranks, as the trainer does.
+        terms, norms = LossTerms(loss.float()), replace(norms, sharded=sharded)
+        checks = StepChecks(0.0, 0.0, buffer_norm, changed, recheck, unproven=float(unproven))
+        gated = close_gate(terms, norms, checks, self._parallel, self.precision, self._policy.gate)
         # Clip whether or not the gate is open: the host does not know yet.
         clipped = Clipped(1.0)
         if self._clip is not None:
-            clipped = Clipped(self._clip.factor(norms))
+            clipped = Clipped(self._clip.factor(gated.norms))
             multiply_(found, torch.as_tensor(clipped.coef))
-        numbers = DeviceReading(
-            step=step,
-            loss=terms.total,
-            terms={},
-            grad_norm=norms.total,
-            clip_coef=clipped.coef,
-            clip_active=clipped.active,
-            inputs=0.0,
-            buffers=checks.buffers,
-            loss_scale=loss_scale,
-            withheld=~opened,
-            bad_data=False,
-            overflow=overflow,
-            lr=float(self._optimizer.param_groups[0].get("lr", 0.0)),
-            state_changed=checks.state_changed,
-            recheck=checks.recheck,
-            stop=False if checks.stop is None else checks.stop,
-            rank=-1 if checks.rank is None else checks.rank,
-        )
+        # Wait for the numbers.
+        lr = float(self._optimizer.param_groups[0].get("lr", 0.0))
+        numbers = gated.numbers(step, clipped, loss_scale=loss_scale, lr=lr, withheld=~gated.gate)
         reading = InFlight(numbers).wait()
-        self.unproven = bool(checks.unproven)  # the reading has just been waited for
+        self.unproven = bool(gated.checks.unproven)
         return reading

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
-from stabletrain.guard.agreement import agreement_of_ranks
 from stabletrain.guard.engine import log_alarms, note_taken_again, settle
 from stabletrain.guard.incidents import Incidents
 from stabletrain.guard.loop_step import LoopStep
@@ -27,6 +26,7 @@ from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.monitors.rolling import Alarm
+from stabletrain.parallel.loop import ranks_of_loop
 from stabletrain.records import Reading, Verdict
 
 _GUARDS: "WeakKeyDictionary[Optimizer, ref[LoopGuard]]" = WeakKeyDictionary()
@@ -74,20 +74,20 @@ class LoopGuard:
             recheck_every=recheck_every,
             check_update=check_update,
         )
-        folder, agreement = Path(folder), agreement_of_ranks()
-        self._tracker = tracker = LoopTracker(folder if max_incidents else None, agreement.ranks)
+        folder, parallel = Path(folder), ranks_of_loop()
+        self._tracker = tracker = LoopTracker(folder if max_incidents else None, parallel.ranks)
         self._loop = loop = self.loop_type(
             model,
             optimizer,
             policy,
-            agreement,
+            parallel,
             tracker,
             precision=precision,
             scaler=scaler,
             loader=check_loader(loader),
             max_norm=max_norm,
         )
-        self._incidents = Incidents(folder, max_incidents, max_seconds, agreement.ranks, tracker, keep_state)
+        self._incidents = Incidents(folder, max_incidents, max_seconds, parallel.ranks, tracker, keep_state)
         self._shown_step, self._next_shown_step = 0, None  # number of the last step and of the next, as the loop counts
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None

@@ -11,11 +11,11 @@ from stabletrain.checkpoint.snapshots import choose_memory
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import TrainingHalted
 from stabletrain.guard.policy import RollbackGuard
-from stabletrain.guard.scaling import Scaling
 from stabletrain.guard.states import KeptStates
 from stabletrain.machine.memory import free_host_memory
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.records import TrainState
+from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.tracking.tracker import NoTracker
 
 
@@ -90,7 +90,7 @@ class LoopStates(KeptStates, NoStates):
     Args:
         model: without wrappers.
         policy: decides which states are healthy.
-        scaling: its loss scale belongs to the state.
+        precision: its loss scale belongs to the state.
         loader: its position belongs to the state; None if it has none.
         tracker: receives events and lines.
         any_rank: returns whether its argument is true on any rank.
@@ -101,14 +101,14 @@ class LoopStates(KeptStates, NoStates):
         model: nn.Module,
         optimizer: Optimizer,
         policy: RollbackGuard,
-        scaling: Scaling,
+        precision: FullPrecision,
         loader: Loader | None,
         tracker: NoTracker,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         super().__init__(
             TrainState(model, optimizer),
-            {"guard": policy, "scaling": scaling},
+            {"guard": policy, "scaling": precision},
             guard=policy,
             tracker=tracker,
             any_rank=any_rank,

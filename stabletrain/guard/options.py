@@ -3,11 +3,17 @@
 import copy
 from typing import Any
 
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
 from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.recheck import recheck_every as recheck_of
 from stabletrain.guard.checks.update_check import NoUpdateCheck
 from stabletrain.guard.loop_states import Loader
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
+from stabletrain.stability.precision.autocast import Unscaled
+from stabletrain.stability.precision.loop import GradScaled, precision_of_loop
 
 
 def make_policy(
@@ -35,6 +41,24 @@ def make_policy(
     if not check_update:
         made.update_check = NoUpdateCheck()
     return made
+
+
+def make_precision(
+    precision: str | None, scaler: GradScaler | None, device: torch.device, optimizer: Optimizer, *, several_ranks: bool
+) -> Unscaled:
+    """Returns autocast and loss scale.
+
+    Raises:
+        ConfigError: both are given, `precision` is unknown, or the device lacks it.
+    """
+    if scaler is None:
+        return precision_of_loop(precision, device)
+    if precision is not None:
+        raise ConfigError(
+            f"Guard(precision={precision!r}, scaler=...): with a GradScaler, the closure uses torch.autocast "
+            "itself; leave precision out, or leave scaler out and let precision='fp16' scale the loss"
+        )
+    return GradScaled(device, optimizer, scaler, several_ranks)
 
 
 def check_loader(loader: Any) -> Loader | None:

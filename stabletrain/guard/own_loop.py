@@ -11,14 +11,12 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError
-from stabletrain.guard.agreement import OneRank, innermost
 from stabletrain.guard.checks.comparing import sums
 from stabletrain.guard.checks.copies import Copies
 from stabletrain.guard.checks.repeats import NO_REPEAT, NoRepeat
@@ -28,11 +26,14 @@ from stabletrain.guard.judge import Judge
 from stabletrain.guard.load_listener import LoadListener
 from stabletrain.guard.loop_states import Loader, LoopStates, NoStates
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
+from stabletrain.guard.options import make_precision
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun
-from stabletrain.guard.scaling import Scaling, scaling
 from stabletrain.guard.subject import compiled_frames
+from stabletrain.parallel.loop import innermost
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Number, Reading, TrainState
+from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.tracking.tracker import NoTracker
 
 
@@ -48,7 +49,7 @@ class OwnLoop:
         steps: number of steps judged so far. Everything that is due every so many steps follows this count.
         policy: gives the verdicts.
         states: the snapshots to go back to.
-        agreement: the ranks that train together.
+        parallel: the ranks that train together.
         judge: measures and judges.
         last_applied: the micro-batches of the last step that was applied; empty before the first.
         best_loss: smallest loss of the applied steps.
@@ -71,7 +72,7 @@ class OwnLoop:
         model: nn.Module | Sequence[Tensor],
         optimizer: Optimizer,
         policy: SkipGuard,
-        agreement: OneRank,
+        parallel: SingleProcess,
         tracker: NoTracker,
         *,
         precision: str | None = None,
@@ -89,17 +90,18 @@ class OwnLoop:
         self.trained = TrainedParameters(self.model, self.optimizer)
         self.device = self.parameters[0].device
         self.state, self.steps = TrainState(self.model, self.optimizer), 0
-        self.policy, self.agreement = policy, agreement
-        chosen = scaling(precision, scaler, self.device, several_ranks=agreement.ranks.distributed)
+        self.policy, self.parallel = policy, parallel
+        several_ranks = parallel.ranks.distributed
+        chosen = make_precision(precision, scaler, self.device, self.optimizer, several_ranks=several_ranks)
         self.states = NoStates()
         if isinstance(policy, RollbackGuard):
-            self.states = LoopStates(self.model, self.optimizer, policy, chosen, loader, tracker, agreement.any_rank)
+            self.states = LoopStates(self.model, self.optimizer, policy, chosen, loader, tracker, parallel.any_rank)
         self.judge = Judge(
             self.model,
             self.optimizer,
-            scaling=chosen,
-            agreement=self.agreement,
-            policy=self.policy,
+            precision=chosen,
+            parallel=parallel,
+            policy=policy,
             max_norm=max_norm,
         )
         self.last_applied: list[MicroBatch] = []
@@ -114,9 +116,9 @@ class OwnLoop:
         return self.trained.found
 
     @property
-    def scaling(self) -> Scaling:
-        """The loss scale."""
-        return self.judge.scaling
+    def precision(self) -> FullPrecision:
+        """Autocast and the loss scale."""
+        return self.judge.precision
 
     # ---- begin
 
@@ -164,26 +166,25 @@ class OwnLoop:
         """
         if not reading.applied:
             return reading
-        lengths, scaling = self.policy.lengths, self.scaling
+        lengths = self.policy.lengths
         before, kept = lengths.before(self.model), self.copies()
-        scale = None if kept is None else scaling.saved()
         with self.update(kept):
             repeat = self._repeat_of_update()
-            scaling.update(self.optimizer, True, False)
+            self.precision.step(self.optimizer)
             difference = repeat.update(methodcaller("step"))
         if not self.keep_or_undo(kept):
-            scaling.put_back(scale)
             return self.undone(begun, reading)
+        self.precision.update(overflow=False, applied=True)
         # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.
-        self.states.lengths = [*lengths.after(before, summed).values()]
+        self.states.lengths = [*lengths.after(before, self.parallel.all_reduce_sum).values()]
         return reading._replace(recheck_update=float(difference))
 
     def _repeat_of_update(self) -> NoRepeat:
         """Returns what repeats the update of one tensor, if that is due."""
-        if self.agreement.ranks.distributed:
+        if self.parallel.ranks.distributed:
             return NO_REPEAT
         self.state.step = self.steps - 1  # this step's number, counted from 0
-        return self.policy.recheck.of_update(self.state, self.agreement)
+        return self.policy.recheck.of_update(self.state, self.parallel)
 
     def undone(self, begun: BegunStep, reading: Reading) -> Reading:
         """Returns the reading of a step whose update was undone. It may be applied again, so the buffers are saved."""
@@ -223,7 +224,7 @@ class OwnLoop:
 
     def keep_or_undo(self, kept: Copies | None) -> bool:
         """Returns whether the update that was just applied is finite, on all ranks; if not, undoes it."""
-        if kept is None or not self.agreement.any_rank(not kept.are_finite_now()):
+        if kept is None or not self.parallel.any_rank(not kept.are_finite_now()):
             return True
         kept.put_back()
         return False
@@ -236,8 +237,7 @@ class OwnLoop:
         Weights and moments are untouched, and the forward pass wrote only buffers.
         """
         begun.buffers.put_back()
-        if not reading.bad_update:  # that one was applied, and undone together with the loss scale
-            self.scaling.update(self.optimizer, False, reading.overflow)
+        self.precision.update(reading.overflow, applied=False)
 
     def note_applied(self, begun: BegunStep, reading: Reading) -> None:
         """Keeps what later investigations need of an applied step: its batches, and the smallest loss."""
@@ -258,11 +258,11 @@ class OwnLoop:
 
     def rerun(self, begun: BegunStep, loss_scale: float) -> Rerun:
         """Returns what is needed to run a step's closures again, which leaves no trace."""
-        return Rerun(self.model, self.outer, self.parameters, self.scaling, begun, loss_scale)
+        return Rerun(self.model, self.outer, self.parameters, self.precision, begun, loss_scale)
 
     def can_take_again(self, begun: BegunStep, reading: Reading) -> bool:
         """Returns whether the update can be applied again, or the closures run again on unchanged batches."""
-        if self.agreement.ranks.distributed:
+        if self.parallel.ranks.distributed:
             return False
         same_batches = all(tensor._version == version for tensor, version in begun.versions)
         return reading.bad_update or (self.runs_closures and same_batches)
@@ -276,7 +276,7 @@ class OwnLoop:
         if reading.bad_update:
             if begun.after_forward is not None:
                 begun.after_forward.put_back()
-            self.scaling.unscaled_again(self.optimizer)
+            self.precision.unscaled_again()
             return self.apply(begun, reading._replace(applied=True, bad_update=False))
         self.policy.recheck.forget()  # its comparison is of the first try
         first, second = self._compute_again(begun), self._compute_again(begun)
@@ -291,9 +291,9 @@ class OwnLoop:
         begun.generators.set()
         self.optimizer.zero_grad(set_to_none=True)
         for micro_batch in begun.micro_batches:
-            with self.scaling.autocast():
+            with self.precision.autocast():
                 loss = loss_of(micro_batch())
-            self.scaling.scale(loss).backward()
+            self.precision.scale(loss).backward()
             begun.losses.append(loss.detach())
         return sums([parameter.grad for parameter in self.parameters], self.device)
 
@@ -304,7 +304,7 @@ class OwnLoop:
         return {
             "step": self.steps,
             "policy": self.policy.state_dict(),
-            "scaling": self.scaling.state_dict(),
+            "scaling": self.precision.state_dict(),
             "lengths": [float(length) for length in self.states.lengths],
             "best_loss": self.best_loss,
         }
@@ -315,12 +315,6 @@ class OwnLoop:
         self.policy.load_state_dict(state["policy"])
         # The loop loads its weights and moments too: checksums of those from before would report a memory fault.
         self.state_replaced()
-        self.scaling.load_state_dict(state["scaling"])
+        self.precision.load_state_dict(state["scaling"])
         self.states.lengths = [torch.tensor(length, device=self.device) for length in state.get("lengths", [])]
         self.best_loss = state.get("best_loss", math.inf)
-
-
-def summed(values: Tensor) -> Tensor:
-    """Returns the elementwise sum over the ranks, of sharded parameters."""
-    dist.all_reduce(values)
-    return values

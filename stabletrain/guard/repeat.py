@@ -43,7 +43,7 @@ def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
     pairs = [] if again is None else [*zip(names(rerun), first, again.gradients, strict=True)]
     compared = within_memory(lambda: compare(pairs, device)) if pairs else None
     ratios = torch.zeros(len(first), device=device) if compared is None else compared.ratios
-    eps = torch.finfo(getattr(rerun.scaling.precision, "dtype", torch.float32)).eps
+    eps = torch.finfo(getattr(rerun.precision, "dtype", torch.float32)).eps
     return over_ranks(compared, ratios, recheck.judge_of(step, "gradient", eps), SingleProcess())
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.checkpoint.tree import local_part
 from stabletrain.forensics.rerun import RerunResult, in_true_fp32
-from stabletrain.guard.agreement import wrappers
 from stabletrain.guard.gradients import gradients, measure
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
-from stabletrain.guard.scaling import Scaling
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.machine.determinism import Generators
 from stabletrain.machine.untouched import untouched
+from stabletrain.parallel.loop import wrappers
+from stabletrain.stability.precision.base import FullPrecision
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Rerun:
         model: the user's own module, without wrappers.
         outer: the model as the user gave it, with the wrappers of DDP and the compiler.
         parameters: those that the optimizer updates.
-        scaling: gives the autocast context.
+        precision: gives the autocast context.
         begun: the step's state before it, and its micro-batches.
         loss_scale: the step's.
     """
@@ -67,7 +67,7 @@ class Rerun:
     model: nn.Module
     outer: nn.Module
     parameters: list[Tensor]
-    scaling: Scaling
+    precision: FullPrecision
     begun: BegunStep
     loss_scale: float
 
@@ -100,7 +100,7 @@ class Rerun:
             numbers = in_true_fp32(self.model) if true_fp32 else self._entered()
             with numbers, watched_by or contextlib.nullcontext():
                 for micro_batch in self.begun.micro_batches if micro_batches is None else micro_batches:
-                    with contextlib.nullcontext() if true_fp32 else self.scaling.autocast():
+                    with contextlib.nullcontext() if true_fp32 else self.precision.autocast():
                         loss = loss_of(micro_batch())
                     if backward:
                         (loss * scale if scale != 1.0 else loss).backward(inputs=own)

@@ -26,11 +26,11 @@ from stabletrain.errors import ConfigError
 from stabletrain.forensics import saved_step as files
 from stabletrain.forensics.facts import Outcome, compare
 from stabletrain.forensics.user_code import hash_of
-from stabletrain.guard.agreement import innermost
 from stabletrain.guard.micro_batch import MicroBatch, named_tensors
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun
-from stabletrain.guard.scaling import scaling
+from stabletrain.parallel.loop import innermost
 from stabletrain.records import Reading
+from stabletrain.stability.precision.loop import GivenScale, precision_of_loop
 from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, check_type
 from stabletrain.stored.run_json import RUN
@@ -101,7 +101,7 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         "closures": closures,
         "step": reading.step - 1,
         "loss_scale": rerun.loss_scale,
-        "precision": rerun.scaling.name if rerun.scaling.autocasts else "",
+        "precision": "" if isinstance(rerun.precision, GivenScale) else rerun.precision.name,
         "reading": reading._asdict(),
         "comparable": comparable,
         "device": str(generators.device),
@@ -175,7 +175,7 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
     micro_batches = [MicroBatch(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
     begun = BegunStep(generators_of(kept["generators"], device), buffers_of(model).save(), micro_batches)
     parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    chosen = scaling(saved["precision"] or None, None, device)
+    chosen = precision_of_loop(saved["precision"] or None, device)
     began = time.monotonic()
     found = Rerun(model, outer, parameters, chosen, begun, saved["loss_scale"]).run()
     equal = compare(found.loss, found.grad_norm, reading, None, saved["comparable"])

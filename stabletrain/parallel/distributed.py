@@ -102,9 +102,10 @@ class Distributed(SingleProcess):
         """Combines the numbers of all ranks; see the module."""
         # One row per rank: the numbers of its own slice, then its buffers and stop request, then its gradient norms.
         mine = (terms.total, *terms.parts.values(), checks.bad_data, checks.state_changed, checks.inputs)
+        unproven = () if checks.unproven is None else (checks.unproven,)
         head = [
             number if isinstance(number, Tensor) else torch.full_like(terms.total, number)
-            for number in (*mine, checks.buffers, bool(self._stop_signal))
+            for number in (*mine, checks.buffers, bool(self._stop_signal), *unproven)
         ]
         row = torch.cat([torch.stack(head).float(), self.gradient_row(norms)])
         rows = row.new_empty(self.ranks.world_size * row.numel())
@@ -112,8 +113,8 @@ class Distributed(SingleProcess):
         rows = rows.view(self.ranks.world_size, -1)
         # Every rank computes the same from the same rows, so all verdicts agree bit for bit.
         losses = 1 + len(terms.parts)
-        total, *parts = rows[:, :losses].sum(dim=0).unbind()
-        bad, changed, inputs, buffers, stops = rows[:, losses : len(head)].unbind(dim=1)
+        total, *parts = self.terms_from_rows(rows[:, :losses]).unbind()
+        bad, changed, inputs, buffers, stops, *unproven = rows[:, losses : len(head)].unbind(dim=1)
         # The culprit is the first rank with bad data, a changed state or a non-finite number of its own; -1 for none.
         culprits = (bad > 0) | (changed > 0) | ~torch.isfinite(rows[:, : len(mine)]).all(dim=1)
         first = torch.where(culprits.any(), culprits.float().argmax(), -1)
@@ -126,9 +127,14 @@ class Distributed(SingleProcess):
             stop=(stops > 0).any(),
             rank=first,
             own=OwnNumbers(terms.total, self.own_grad_norm(norms)),
+            unproven=unproven[0].amax() if unproven else None,
         )
         all_terms = LossTerms(total, dict(zip(terms.parts, parts, strict=True)))
         return all_terms, self.norms_from_rows(norms, rows[:, len(head) :]), met
+
+    def terms_from_rows(self, rows: Tensor) -> Tensor:
+        """Returns the step's loss and its terms, from the shares of all ranks: their sums."""
+        return rows.sum(dim=0)
 
     def gradient_row(self, norms: GradNorms) -> Tensor:
         """Returns the row's numbers about the gradients."""

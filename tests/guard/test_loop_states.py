@@ -10,7 +10,7 @@ from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.loop_states import LoopStates
 from stabletrain.guard.policy import RollbackGuard
-from stabletrain.guard.scaling import scaling
+from stabletrain.stability.precision.loop import precision_of_loop
 from stabletrain.tracking.tracker import NoTracker
 from tests.guard.given import Loop, batches, network, same
 
@@ -33,7 +33,9 @@ def card():
         optimizer.step()
         policy = RollbackGuard(snapshot_every=1)
         policy.check_state_every(0)
-        taken = LoopStates(model, optimizer, policy, scaling(None, None, torch.device("cuda", 0)), None, NoTracker())
+        taken = LoopStates(
+            model, optimizer, policy, precision_of_loop(None, torch.device("cuda", 0)), None, NoTracker()
+        )
         card.restart()
         yield model, optimizer, taken, card
 

@@ -21,7 +21,6 @@ from stabletrain.checkpoint.tree import local_part
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.guard.rerun import Rerun
-from stabletrain.guard.scaling import scaling
 from stabletrain.guard.whole_weights import FSDP_HOOKS, WholeWeights
 from stabletrain.parallel.ranks import current_ranks, exit_process, join_process_group, leave_process_group
 from tests.guard.given import batches
@@ -140,7 +139,7 @@ def whole_weights(policy):
     for module in (model, *model.blocks):
         module.reshard()
     before = objects(model)
-    rerun = Rerun(model, model, [*model.parameters()], scaling(None, None, torch.device("cpu")), None, 1.0)
+    rerun = Rerun(model, model, [*model.parameters()], None, None, 1.0)
     for turn in range(2):
         if rank == turn:  # the other rank is not there
             with whole.in_place(rerun) as alone:

@@ -33,7 +33,7 @@ MAY_SEE = {
     "parallel": NOUNS | {"checkpoint", "machine"},
     "comparison": NOUNS | {"tracking"},
     "faults": NOUNS | {"checkpoint", "tracking"},
-    "step": NOUNS | {"tools", "monitors"},
+    "step": NOUNS | {"monitors", "parallel", "stability", "tools"},
     "forensics": NOUNS
     | {"checkpoint", "guard/checks", "guard/policy", "machine", "monitors", "parallel", "tools", "stability", "step"}
     | {"tracking"},

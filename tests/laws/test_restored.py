@@ -37,7 +37,6 @@ from stabletrain.guard.policy.divergence import NoDivergence
 from stabletrain.guard.policy.limits import Limit, Limits
 from stabletrain.guard.policy.retained import RetainedStates
 from stabletrain.guard.policy.slow import NoSlowSpikes
-from stabletrain.guard.scaling import Scaling
 from stabletrain.monitors.change_point import ChangePoint
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats, Spikes
@@ -311,13 +310,6 @@ def feed_precision(precision, rng, step):
     return precision.loss_scale(), precision.scale(torch.tensor(2.0))
 
 
-def feed_scaling(scaling, rng, step):
-    model = network_with_gradients(rng)
-    overflow = rng.random() < 0.2
-    scaling.update(torch.optim.SGD(model.parameters(), lr=0.1), not overflow, overflow)
-    return scaling.loss_scale()
-
-
 def feed_monitors(monitors, rng, step):
     torch.manual_seed(rng.randrange(10**6))
     model = nn.Linear(4, 3)
@@ -359,7 +351,6 @@ FEEDERS: dict[type, Callable[[Any, random.Random, int], Any]] = {
     AdaGC: feed_clipping,
     ZClip: feed_clipping,
     Unscaled: feed_precision,
-    Scaling: feed_scaling,
 }
 """Gives one step to an object of the class, or of one derived from it; returns everything that it answers."""
 

@@ -15,7 +15,8 @@ matmul and for convolution, because PyTorch's defaults differ between the two.
 
 `base.py` holds what every mode offers, `autocast.py` autocast and the modules kept in fp32, `kernels.py` PyTorch's
 process-wide settings, `loss_scale.py` fp16's loss scale, `bf16_weights.py` the parameters stored in bf16,
-`fp8_linear.py` the linear layers in fp8, and `modes.py` the other options of the config group.
+`fp8_linear.py` the linear layers in fp8, `modes.py` the other options of the config group, and `loop.py` the precision
+of a loop of the user's own.
 """
 
 from stabletrain.stability.precision.autocast import Unscaled

@@ -71,9 +71,18 @@ class FullPrecision:
         del overflow
         return gate
 
-    def update(self, overflow: Bool[Tensor, ""] | bool, applied: Bool[Tensor, ""]) -> None:
+    def update(self, overflow: Bool[Tensor, ""] | bool, applied: Bool[Tensor, ""] | bool) -> None:
         """Adjusts the loss scale after a step. Does nothing."""
         del overflow, applied
+
+    # ---- in a loop of the user's own, see `loop.py`
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Runs the optimizer's step."""
+        optimizer.step()
+
+    def unscaled_again(self) -> None:
+        """Notes that the gradients are unscaled already, before an update that was undone is applied again."""
 
     # ---- for checkpoints
 

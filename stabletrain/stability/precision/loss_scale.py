@@ -79,14 +79,16 @@ class LossScaled(Unscaled):
         """Returns the gate, closed on overflow."""
         return gate & torch.logical_not(overflow)  # ty: ignore[invalid-argument-type]
 
-    def update(self, overflow: Bool[Tensor, ""] | bool, applied: Bool[Tensor, ""]) -> None:
+    def update(self, overflow: Bool[Tensor, ""] | bool, applied: Bool[Tensor, ""] | bool) -> None:
         """Adjusts the scale after a step; a step skipped for another reason than overflow changes nothing."""
+        if not isinstance(overflow, Tensor):  # a loop of the user's own knows it on the host
+            overflow = torch.full_like(self._clean, overflow, dtype=torch.bool)
         # Both outcomes are computed and one is selected, so that the host need not read `overflow`.
         clean = self._clean + applied
         grow = clean >= self.growth_interval
         grown = torch.where(grow, (self._scale * 2.0).clamp(max=LARGEST_SCALE), self._scale)
         halved = (self._scale * 0.5).clamp(min=self.min_scale)
-        self._scale = torch.where(overflow, halved, grown)  # ty: ignore[no-matching-overload]
+        self._scale = torch.where(overflow, halved, grown)
         self._clean = torch.where(overflow | grow, 0, clean)
 
     def state_dict(self) -> dict:
