@@ -31,9 +31,10 @@ from stabletrain.config.moved import updated
 from stabletrain.config.recorded import Group
 from stabletrain.config.rules import CHOSEN_PARTS
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
-from stabletrain.forensics import repro as repro_files
+from stabletrain.forensics import saved_step as files
 from stabletrain.forensics.incident_list import read
-from stabletrain.forensics.replay import replay
+from stabletrain.forensics.repro import load_repro
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.forensics.user_code import compare
 from stabletrain.guard import NoGuard
 from stabletrain.guard.saved_step import holds_loop_step, replay_loop_step
@@ -148,36 +149,34 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         raise ConfigError(
             f"{folder} is not a folder: use one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
         )
-    if not (folder / repro_files.STEP).exists():
+    if not (folder / files.STEP).exists():
         raise ConfigError(f"{folder}: {why_not(folder)}")
     if holds_loop_step(folder):
         return replay_of_loop(folder, overrides)
-    about = repro_files.about(folder)
+    about = files.about(folder)
     if not {"config", "choices"} <= set(about):
-        raise ConfigError(
-            f"{folder / repro_files.STEP} holds no configuration: only incidents of train.py can be replayed"
-        )
+        raise ConfigError(f"{folder / files.STEP} holds no configuration: only incidents of train.py can be replayed")
     # The order of sums, and so the bits, depends on the number of threads.
-    torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())
+    torch.set_num_threads(files.read(folder).get("threads") or torch.get_num_threads())
     recorded = recorded_config(folder, about["config"])
     cfg = overridden_config(recorded, about["choices"], overrides, config_dir) if overrides else recorded
     options = read_options(StepOptions, cfg)
     choice = replace(options.model, node={**options.model.node, **null_sizes(options.model, folder)})
     model, tools = model_and_tools(replace(options, model=choice))
     other = bool(overrides) and choice.node != plain(recorded.model)
-    repro = repro_files.load_repro(folder, model, tools, strict=not other)
+    repro = load_repro(folder, model, tools, strict=not other)
     if options.grad_accum_steps != recorded.grad_accum_steps:
         repro = replace(repro, micro_batches=options.grad_accum_steps)
     # otherwise keep the step's own scale
     if options.precision.node.get("init_scale") != recorded.precision.get("init_scale"):
         repro = replace(repro, loss_scale=float(tools.precision.loss_scale()))
-    outcome = replay(repro, "same")
+    outcome = StepSubject(repro).replay("same")
     if outcome.not_run:
         raise StabletrainError(f"{folder}: the step cannot be replayed: {outcome.not_run}")
-    known = repro_files.read(folder)[repro_files.STATE]["parameters"]
+    known = files.read(folder)[files.STATE]["parameters"]
     fresh = [name for name, _ in model.named_parameters() if name not in known]
     diagnosis = diagnosis_of(folder)
-    changed, unsure = compare(repro_files.read(folder).get("code") or {}, model, tools)
+    changed, unsure = compare(files.read(folder).get("code") or {}, model, tools)
     return ReplayReport(
         repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure, repro.part
     )
@@ -223,8 +222,8 @@ def recorded_config(folder: Path, found: dict[str, Any]) -> DictConfig:
         plain(cfg)
     except (ValueError, OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
-        raise DamagedFile(f"{folder / repro_files.STEP} is damaged: its configuration: {reason}") from error
-    trust.check_config(found, folder / repro_files.STEP)
+        raise DamagedFile(f"{folder / files.STEP} is damaged: its configuration: {reason}") from error
+    trust.check_config(found, folder / files.STEP)
     return cfg
 
 
@@ -292,11 +291,11 @@ def null_sizes(choice: Choice[Any], folder: Path) -> dict[str, int]:
     wanted = open_sizes(choice)
     if not wanted:
         return {}
-    saved = repro_files.read(folder)
-    state = repro_files.tensors_of(folder, repro_files.STATE, saved)
+    saved = files.read(folder)
+    state = files.tensors_of(folder, files.STATE, saved)
     then = {name: tensor.shape for part in ("parameters", "buffers") for name, tensor in state[part].items()}
     # if no parameter depends on the block size, take the length of a sample
-    sizes = {"block_size": repro_files.tensors_of(folder, repro_files.BATCH, saved)["inputs"].shape[-1]}
+    sizes = {"block_size": files.tensors_of(folder, files.BATCH, saved)["inputs"].shape[-1]}
     sizes |= sizes_in(choice, then)
     for key in wanted:
         if key not in sizes:

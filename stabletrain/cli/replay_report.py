@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stabletrain.forensics.replay import Outcome
+from stabletrain.forensics.facts import Outcome
 from stabletrain.records import RankPart, Reading
 from stabletrain.tracking import metrics
 

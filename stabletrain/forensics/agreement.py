@@ -5,8 +5,8 @@ A part runs on each rank by itself. Afterwards all ranks exchange whether it rai
 for it, and must exchange exactly as often as they do.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import StabletrainError
@@ -59,39 +59,89 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     return own_result[0]
 
 
-class OlderState:
-    """The older state for replays. It is gathered only if a rank needs it, and then by all ranks together.
+class Requests:
+    """What this rank does by itself: there are no others, or it needs none of them."""
 
-    Calling it returns the state, or None if none is left. A rank that did not need it calls `finish` instead.
+    def run(self, name: str, *arguments: Any, work: Callable[[], T]) -> T:
+        """Runs `work`, which does what the request describes."""
+        del name, arguments
+        return work()
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Serves the other ranks' requests until all are done; `error` is this rank's own error, if it failed."""
+        if error is not None:
+            raise error
+
+
+class SharedRequests(Requests):
+    """What ranks can only do together, such as gathering shards, although each decides by itself whether it needs it.
+
+    Before each request is run, all ranks exchange what they need. All run the first request: those that need it with
+    `work`, the others only take part. A rank that is done goes on serving until all are.
+
+    Attributes:
+        serves: what this rank does for another's request, by the request's name; called with its arguments.
 
     Raises:
         NotInvestigated: a rank failed; on all ranks.
     """
 
-    def __init__(self, states: WholeState) -> None:
-        self._states = states
-        self._gathered = False
-        self._tree: Tree | None = None
+    def __init__(self, serves: Mapping[str, Callable[..., object]]) -> None:
+        self.serves = {**serves}
 
-    def __call__(self) -> Tree | None:
-        """Returns the state, with whole tensors."""
-        if not self._gathered:
-            self._gather(lambda: True)
-        return self._tree
+    def run(self, name: str, *arguments: Any, work: Callable[[], T]) -> T:
+        """Serves other requests until it is the turn of this one, then runs `work`. The arguments are exchanged."""
+        request = (name, *arguments)
+        while (first := self._first(lambda: request)) != request:
+            self._serve(first)
+        return work()
 
     def finish(self, error: Exception | None = None) -> None:
-        """Takes part in gathering, if another rank needs the state; `error` is this rank's own error, if it failed."""
+        """See `Requests`."""
 
-        def not_needed() -> bool:
+        def nothing() -> None:
             if error is not None:
                 raise error
-            return False
 
+        while (first := self._first(nothing)) is not None:
+            self._serve(first)
+
+    def _first(self, needs: Callable[[], tuple | None]) -> Any:
+        """Exchanges requests, None for nothing; returns the first one."""
+        return next((each for each in exchange(needs) if each is not None), None)
+
+    def _serve(self, request: tuple) -> None:
+        name, *arguments = request
+        try:
+            self.serves[name](*arguments)
+        except NotInvestigated:
+            raise
+        except Exception:  # the rank that asked has a result of its own, and taking part must not end the run
+            return
+
+
+OLDER_STATE = "older state"
+"""The request for an older state, which all ranks gather together."""
+
+
+class OlderState:
+    """The older state for replays. It is gathered only if a rank needs it, and then by all ranks together.
+
+    Calling it returns the state, with whole tensors, or None if none is left.
+    """
+
+    def __init__(self, states: WholeState, requests: SharedRequests) -> None:
+        self._states, self._requests, self._gathered = states, requests, False
+        self._tree: Tree | None = None
+        requests.serves[OLDER_STATE] = self._gather
+
+    def __call__(self) -> Tree | None:
+        """Returns the state."""
         if not self._gathered:
-            self._gather(not_needed)
+            self._requests.run(OLDER_STATE, work=self._gather)
+        return self._tree
 
-    def _gather(self, needs: Callable[[], bool]) -> None:
+    def _gather(self) -> None:
         self._gathered = True
-        if any(exchange(needs)):
-            on_all_ranks(self._states.prepare_older)
-            self._tree = on_all_ranks(self._states.gather_older)
+        on_all_ranks(self._states.prepare_older)
+        self._tree = on_all_ranks(self._states.gather_older)

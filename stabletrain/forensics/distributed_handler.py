@@ -25,14 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from stabletrain.forensics.agreement import NotInvestigated, OlderState, exchange, on_all_ranks
-from stabletrain.forensics.diagnosis.diagnose import diagnose
+from torch import nn
+
+from stabletrain.forensics.agreement import NotInvestigated, OlderState, SharedRequests, exchange, on_all_ranks
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings, has_input_outlier
 from stabletrain.forensics.handler import IncidentHandler, IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.investigate import Findings, IncidentRequest
-from stabletrain.forensics.probes.samples import bad_samples
-from stabletrain.forensics.repro import Repro
-from stabletrain.forensics.subject import StepSubject, Subject
+from stabletrain.forensics.subject import Subject
 from stabletrain.parallel.ranks import Ranks, timeout
 from stabletrain.parallel.whole import WholeState
 
@@ -58,14 +57,14 @@ class DistributedIncidentHandler(NoIncidentHandler):
     """Investigates an incident on all ranks together; every rank must call it."""
 
     def __init__(self, own: IncidentHandler | NoIncidentHandler, ranks: Ranks) -> None:
-        self._own, self._ranks = own, ranks
+        self._own, self._ranks, self.found = own, ranks, own.found
 
-    def open(self, folder: Path, setting: RunSettings) -> None:
+    def open(self, folder: Path, setting: RunSettings, *, shared: bool = False) -> None:
         """Opens this rank's handler."""
-        self._own.open(folder, setting)
+        self._own.open(folder, setting, shared=shared)
 
     def handle(
-        self, request: IncidentRequest, make_repro: Callable[[], Repro], states: WholeState
+        self, request: IncidentRequest, make_subject: Callable[[], Subject], states: WholeState
     ) -> IncidentSummary | None:
         """Like `IncidentHandler.handle`; returns the same summary, or None, or raises the same, on every rank."""
         own = self._own
@@ -75,37 +74,33 @@ class DistributedIncidentHandler(NoIncidentHandler):
         filed = exchange(lambda: own.filed_at(request.tick) if self._ranks.is_main else None)[0]
         if filed is not None:
             return filed
-        if not main_has_budget(own, self._ranks):
+        if not all(exchange(lambda: not self._ranks.is_main or own.has_budget())):
             return None
         own.count()
-        repro = on_all_ranks(make_repro)
+        subject = on_all_ranks(make_subject)
         # Bad samples explain the step: then no rank replays it, and weights are needed only to be saved.
         update = request.kind == "update"  # the step's forward and backward pass were normal, and are not replayed
-        vocab_size = repro.tools.sanitizer.vocab_size
-        bad = exchange(lambda: not update and bool(bad_samples(repro.batch, vocab_size, request.classes)))
+        bad = exchange(lambda: not update and subject.has_bad_samples(request.classes))
+        model: nn.Module | None = None
         if not update and (own.keep_state or not any(bad)):
             on_all_ranks(states.check)  # before anything is allocated or gathered
             on_all_ranks(states.prepare)
-            repro = replace(repro, model=on_all_ranks(states.gather))
-        # Each rank investigates its own part without communication, except for the older state. The others wait for it:
-        # use at most half of the time that they do.
+            model = on_all_ranks(states.gather)
+        # Each rank investigates its own part without communication, except for requests, such as for the older state.
+        # The others wait for it: use at most half of the time that they do.
         deadline = own.deadline(timeout().total_seconds() / 2)
-        older, found, error = OlderState(states), None, None
+        requests = SharedRequests(subject.serves())
+        subject.begin(model, OlderState(states, requests), deadline, requests)
+        found, error = None, None
         if bad[self._ranks.rank] or not any(bad):
             try:
-                ready = replace(repro, older=older, deadline=deadline)
-                found = own.investigate(StepSubject(ready), request)
+                found = own.investigate(subject, request)
             except NotInvestigated:  # all ranks raise this one together
                 raise
             except Exception as raised:
                 error = raised
-        older.finish(error)  # another rank may still need this rank's shards
-        return write_together(own, self._ranks.rank, StepSubject(repro), found, error, request.tick)
-
-
-def main_has_budget(own: IncidentHandler, ranks: Ranks) -> bool:
-    """Returns on all ranks whether another incident may be investigated; the main process counts the folders."""
-    return all(exchange(lambda: not ranks.is_main or own.has_budget()))
+        requests.finish(error)  # another rank may still need this rank's shards
+        return own.noted(write_together(own, self._ranks.rank, subject, found, request.tick))
 
 
 def write_together(
@@ -113,7 +108,6 @@ def write_together(
     rank: int,
     subject: Subject,
     found: Findings | None,
-    error: Exception | None = None,
     tick: int | None = None,
 ) -> IncidentSummary | None:
     """Has one rank write the folder, and returns its summary on all ranks.
@@ -123,20 +117,13 @@ def write_together(
         rank: this rank.
         subject: the step, as this rank sees it.
         found: this rank's findings; None if it has nothing to report.
-        error: what prevented this rank's investigation; None if nothing did.
         tick: see `IncidentRequest`.
 
     Raises:
         NotInvestigated: a rank failed; on all ranks.
     """
     assert subject.reading is not None
-
-    def evidence() -> RankEvidence:
-        if error is not None:
-            raise error
-        return rank_evidence(found)
-
-    of_ranks = exchange(evidence)
+    of_ranks = exchange(lambda: rank_evidence(found))
     writer, rank_at_fault = choose_rank(of_ranks, subject.reading.rank)
     if len({*of_ranks}) == 1 and found is not None and found.evidence.kind == "update" and subject.reading.rank < 0:
         rank_at_fault = None  # every rank takes the same step
@@ -145,7 +132,7 @@ def write_together(
         if rank != writer or found is None:
             return None
         all_normal = all(each.level == 0 and each.normal for each in of_ranks)
-        shown = found_between_ranks(found) if all_normal and step_was_bad(found.evidence) else found
+        shown = found_between_ranks(subject, found) if all_normal and step_was_bad(found.evidence) else found
         return own.write_incident(subject, shown, rank=rank_at_fault, tick=tick)
 
     return exchange(write)[writer]
@@ -214,10 +201,10 @@ def choose_rank(of_ranks: list[RankEvidence], known: int) -> tuple[int, int | No
     return (at_fault if at_fault is not None and of_ranks[at_fault].level == 0 else first), at_fault
 
 
-def found_between_ranks(found: Findings) -> Findings:
+def found_between_ranks(subject: Subject, found: Findings) -> Findings:
     """The findings, diagnosed with the fact that every rank's own part is normal."""
     evidence = replace(found.evidence, parts_normal=True)
-    return replace(found, evidence=evidence, diagnosis=diagnose(evidence))
+    return replace(found, evidence=evidence, diagnosis=subject.diagnose(evidence))
 
 
 def for_all_ranks(

@@ -16,14 +16,13 @@ from typing import Any
 
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.agreement import NotInvestigated, one_line_of
+from stabletrain.forensics.agreement import NotInvestigated, Requests, one_line_of
 from stabletrain.forensics.diagnosis.cause_table import CAUSES, Diagnosis
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import Execution, file_incident, remove_unfinished
 from stabletrain.forensics.incident_list import ORIGIN_KEYS, filed_incidents
 from stabletrain.forensics.investigate import Findings, IncidentRequest, investigate
-from stabletrain.forensics.repro import Repro
-from stabletrain.forensics.subject import StepSubject, Subject
+from stabletrain.forensics.subject import Subject
 from stabletrain.parallel.whole import WholeState
 from stabletrain.tracking.metrics import plain
 
@@ -56,15 +55,19 @@ class NoIncidentHandler:
 
     Attributes:
         newest: the guard's kind (`spike` ...) of the newest skipped step that was investigated; set by the caller.
+        found: the incidents of this process, oldest first.
     """
 
     newest = ""
 
-    def open(self, folder: Path, setting: RunSettings) -> None:
+    def __init__(self) -> None:
+        self.found: list[IncidentSummary] = []
+
+    def open(self, folder: Path, setting: RunSettings, *, shared: bool = False) -> None:
         """Does nothing."""
 
     def handle(
-        self, request: IncidentRequest, make_repro: Callable[[], Repro], states: WholeState
+        self, request: IncidentRequest, make_subject: Callable[[], Subject], states: WholeState
     ) -> IncidentSummary | None:
         """Returns None."""
         return None
@@ -93,25 +96,32 @@ class IncidentHandler(NoIncidentHandler):
             )
         if not max_seconds > 0:
             raise ConfigError(f"forensics.max_seconds={max_seconds} is not above 0: use for example 120")
+        super().__init__()
         self.max_incidents, self.max_seconds, self.keep_state = max_incidents, max_seconds, keep_state
         self.recurrences: Counter[tuple[str, ...]] = Counter()
         self._filed: set[tuple[str, ...]] = set()
         self._investigations = 0
         self._folder: Path | None = None
-        self._setting, self._settings = RunSettings(), ""
+        self._setting, self._settings, self._shared = RunSettings(), "", False
 
-    def open(self, folder: Path, setting: RunSettings) -> None:
+    def open(self, folder: Path, setting: RunSettings, *, shared: bool = False) -> None:
         """Sets the folder for incidents, and the run's settings, which decide which fixes apply.
 
         A resumed run counts the incidents that an earlier process filed with the same settings as its own.
+
+        Args:
+            shared: whether other processes use the folder too; then only incidents of this process count.
         """
-        self._folder, self._setting, self._settings = folder, setting, settings_hash(setting)
+        self._folder, self._setting, self._shared = folder, setting, shared
+        if shared:
+            return
+        self._settings = settings_hash(setting)
         remove_unfinished(folder)
         mistakes = {mistake_key(record["cause"], record.get("origin")) for _, record in self._earlier()}
         self._filed |= {mistake for mistake in mistakes if not may_recur(mistake)}
 
     def handle(
-        self, request: IncidentRequest, make_repro: Callable[[], Repro], states: WholeState
+        self, request: IncidentRequest, make_subject: Callable[[], Subject], states: WholeState
     ) -> IncidentSummary | None:
         """Explains a step and writes its folder.
 
@@ -119,8 +129,8 @@ class IncidentHandler(NoIncidentHandler):
         again, returns the incident that is filed already.
 
         Args:
-            make_repro: builds the repro, with the model in training.
-            states: the whole weights for replays.
+            make_subject: collects what running the step again needs, with the model in training.
+            states: the whole weights to run it with.
 
         Raises:
             NotInvestigated: an error prevents it. Nothing else is raised: explaining a step must not end the run.
@@ -134,7 +144,7 @@ class IncidentHandler(NoIncidentHandler):
             self.count()  # count it first: a failed investigation costs time too
             # Everything that a replay needs. Check the memory before anything is allocated or gathered: FSDP shards the
             # model with one rank, too.
-            repro = make_repro()
+            subject = make_subject()
             states.check()
             states.prepare()
 
@@ -143,11 +153,17 @@ class IncidentHandler(NoIncidentHandler):
                 return states.gather_older()
 
             # The time limit begins after the weights are gathered: that takes long, and is no part of the diagnosis.
-            repro = replace(repro, model=states.gather(), older=older, deadline=self.deadline())
-            found = self.investigate(StepSubject(repro), request)
-            return None if found is None else self.write_incident(StepSubject(repro), found, tick=request.tick)
+            subject.begin(states.gather(), older, self.deadline(), Requests())
+            found = self.investigate(subject, request)
+            return None if found is None else self.noted(self.write_incident(subject, found, tick=request.tick))
         except Exception as error:
             raise NotInvestigated(one_line_of(error)) from error
+
+    def noted(self, summary: IncidentSummary | None) -> IncidentSummary | None:
+        """Adds an incident to those of this process, unless it is known; returns it."""
+        if summary is not None and not summary.known:
+            self.found.append(summary)
+        return summary
 
     def filed_at(self, tick: int | None) -> IncidentSummary | None:
         """Returns the incident that was filed for the step executed at `tick`; None if there is none."""
@@ -167,7 +183,8 @@ class IncidentHandler(NoIncidentHandler):
         """Whether another incident may be investigated."""
         if self._folder is None or self._investigations >= ATTEMPTS * self.max_incidents:
             return False
-        return len(list(self._folder.glob("step-*"))) < self.max_incidents
+        filed = self.found if self._shared else list(self._folder.glob("step-*"))
+        return len(filed) < self.max_incidents
 
     def count(self) -> None:
         """Counts an investigation that begins."""

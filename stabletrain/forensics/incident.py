@@ -14,10 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stabletrain.forensics.facts import Outcome
 from stabletrain.forensics.investigate import Findings
-from stabletrain.forensics.replay import VARIANTS, Outcome
 from stabletrain.forensics.report import report
-from stabletrain.forensics.repro import BATCH, STATE, STEP
+from stabletrain.forensics.rerun import VARIANTS
+from stabletrain.forensics.saved_step import BATCH, STATE, STEP
 from stabletrain.forensics.subject import Subject
 from stabletrain.printable import printable
 from stabletrain.tracking.metrics import now, plain, replace

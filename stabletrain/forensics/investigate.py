@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 
 from stabletrain.forensics.agreement import NotInvestigated, one_line_of
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
-from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Damage, Evidence, RunSettings
+from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
+from stabletrain.forensics.facts import Damage, Outcome, same_bits
 from stabletrain.forensics.probes.state import damaged, drift, update_length
-from stabletrain.forensics.replay import Outcome, same_bits
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import Origin, find_origin
 from stabletrain.forensics.trace.recorder import OpRecord
@@ -72,8 +71,7 @@ class Findings:
 def investigate(subject: Subject, request: IncidentRequest, setting: RunSettings) -> Findings:
     """Investigates a step. Never raises because of the model, and changes no live state.
 
-    On several ranks, only the first call of `subject.older` communicates. It raises NotInvestigated if a rank has
-    failed.
+    On several ranks, only what `subject.requests` runs communicates. It raises NotInvestigated if a rank has failed.
 
     Args:
         request: `limits` and `tick` are not read; the limits of `setting` count.
@@ -91,10 +89,11 @@ def investigate(subject: Subject, request: IncidentRequest, setting: RunSettings
         found = with_update(subject, found, attempt)
     else:
         found = with_step(subject, found, request, attempt)
-    diagnosis = diagnose(found)
+    diagnosis = subject.diagnose(found)
     if diagnosis.cause == "loss_scale_collapse":  # seen as non-finite gradients at first
         found = replace(found, kind="loss_scale")
-    return Findings(found, diagnosis, time.monotonic() - began, attempt.failures)
+    gap = [subject.gap] if subject.gap and kind != "update" else []  # the optimizer's step has none
+    return Findings(found, diagnosis, time.monotonic() - began, [*gap, *attempt.failures])
 
 
 class Checks:

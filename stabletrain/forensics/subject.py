@@ -13,23 +13,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.forensics.diagnosis.evidence import LargestInput
+from stabletrain.forensics.agreement import Requests
+from stabletrain.forensics.diagnosis.cause_table import Diagnosis
+from stabletrain.forensics.diagnosis.diagnose import diagnose
+from stabletrain.forensics.diagnosis.evidence import Evidence
+from stabletrain.forensics.facts import Culprits, LargestInput, Outcome, compare
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
-from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_culprits, identity_of
+from stabletrain.forensics.probes.samples import Bisection, bad_samples, find_by_bisection, identity_of
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow, underflow
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import (
-    VARIANTS,
-    CompiledCopy,
-    Outcome,
-    forward_backward,
-    in_true_fp32,
-    replay,
-    runs_compiled,
-)
-from stabletrain.forensics.repro import Repro, save_batch, save_repro
+from stabletrain.forensics.replay import CompiledCopy, inputs_of, runs_compiled
+from stabletrain.forensics.repro import Repro, save_repro, tensors_in
+from stabletrain.forensics.rerun import VARIANTS, RerunResult, Watch, outcome_of
+from stabletrain.forensics.saved_step import write_batch
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.checks.recheck import Finding
 from stabletrain.monitors.probe import measure_forward
@@ -50,8 +48,11 @@ class Subject:
         step: number of the step, counted from 0.
         reading: the step's; None if unknown.
         part: this rank's own part of the step, as it measured it; None in a single process.
+        applied: whether the update was applied; then running the step again does not repeat it.
         changes, recheck, update: see `Repro`.
         deadline: in `time.monotonic()` seconds; nothing new begins after it.
+        requests: how ranks run together what one of them needs.
+        gap: why running the step again leaves out a part of it; empty if it does not.
     """
 
     model: nn.Module
@@ -59,15 +60,48 @@ class Subject:
     step: int
     reading: Reading | None
     part: RankPart | None
+    applied: bool
     changes: Sequence[tuple[str, str, str]]
     recheck: Finding | None
     update: Callable[[], UpdateFault | None] | None
     deadline: float
+    requests: Requests
+    gap: str = ""
+
+    # ---- before the investigation
+
+    def has_bad_samples(self, classes: int | None) -> bool:
+        """Whether the batch alone explains the step, as far as that shows without running it."""
+        del classes
+        return False
+
+    def begin(
+        self, model: nn.Module | None, older: Callable[[], Tree | None], deadline: float, requests: Requests
+    ) -> None:
+        """Sets what an investigation needs besides the step itself.
+
+        Args:
+            model: with whole weights; None if nothing will be run.
+            older: see `older`.
+            deadline, requests: see the attributes.
+        """
+        raise NotImplementedError
+
+    def serves(self) -> Mapping[str, Callable[..., object]]:
+        """Returns what this rank does for the requests of others, by the request's name."""
+        return {}
+
+    # ---- evidence
+
+    @property
+    def comparable(self) -> bool:
+        """Whether running the step again must give its bits."""
+        raise NotImplementedError
 
     @property
     def variants(self) -> Sequence[str]:
         """`VARIANTS`, in the order in which they are to be replayed."""
-        return [*VARIANTS]
+        return VARIANTS
 
     def older(self) -> Tree | None:
         """Returns a captured state (`checkpoint/capture.py`) from before the step; None if there is none."""
@@ -81,16 +115,35 @@ class Subject:
         """Returns the names of a sample besides its index in the batch, such as its `id` and `source`."""
         raise NotImplementedError
 
+    def run(self, variant: str, watch: Watch | None = None) -> RerunResult:
+        """Runs forward and backward of the step again as one of `VARIANTS`."""
+        raise NotImplementedError
+
     def replay(self, variant: str) -> Outcome:
         """Runs the step again as one of `VARIANTS`. Never raises: the outcome says why it was not run."""
-        raise NotImplementedError
+        return self.compared(variant, outcome_of(lambda: self.run(variant), self.deadline))
+
+    def compared(self, variant: str, outcome: Outcome) -> Outcome:
+        """Returns the outcome, compared with the step if nothing was changed."""
+        if variant != "same" or outcome.loss is None or outcome.grad_norm is None:
+            return outcome
+        part = None if self.applied else self.part
+        equal = compare(outcome.loss, outcome.grad_norm, self.reading, part, self.comparable)
+        return replace(outcome, bitwise_equal_to_reading=equal)
 
     def trace(self, variant: str) -> Trace:
         """Runs the step again as one of `VARIANTS`, and records every operation."""
-        raise NotImplementedError
+        traces: list[Trace] = []
 
-    def culprits(self) -> Culprits | None:
-        """Returns the samples that make the step non-finite; None if they cannot be searched for."""
+        def watch(model: nn.Module) -> Trace:
+            traces.append(Trace(model))
+            return traces[0]
+
+        self.run(variant, watch)
+        return traces[0]
+
+    def culprits(self) -> Culprits:
+        """Returns the samples that make the step non-finite. Raises NotPossible if they cannot be searched for."""
         raise NotImplementedError
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
@@ -101,9 +154,13 @@ class Subject:
         """Returns the sample with the largest input; None if inputs are not floating point."""
         raise NotImplementedError
 
+    def gradients(self) -> Sequence[Tensor | None]:
+        """Returns the step's gradients, in the order of `model.parameters()`."""
+        return self.run("same").gradients
+
     def staleness(self, optimizer: Optimizer) -> float:
         """Compares the step's gradients with the optimizer's second moments; see `probes/state.py`."""
-        raise NotImplementedError
+        return staleness(self.model, self.gradients(), optimizer)
 
     def underflow(self) -> Underflow | None:
         """Returns the gradients that are lost to underflow; None if that cannot be measured."""
@@ -122,6 +179,12 @@ class Subject:
         """Runs the optimizer's step again, and returns why it is not finite; None if it is, or if it cannot be run."""
         return None if self.update is None else self.update()
 
+    # ---- the folder
+
+    def diagnose(self, evidence: Evidence) -> Diagnosis:
+        """Names the cause, with fixes in words that fit where the step ran."""
+        return diagnose(evidence)
+
     def why_not_replayable(self) -> str:
         """Returns why another process cannot replay the step from its folder; empty if it can."""
         return ONLY_THE_UPDATE if self.can_update else ""
@@ -139,12 +202,27 @@ class StepSubject(Subject):
     """A step of this project's trainer, which runs again on copies of the model."""
 
     def __init__(self, repro: Repro) -> None:
-        self.repro = repro
-        self.model, self.buffers, self.step = repro.model, repro.buffers, repro.step
-        self.reading, self.part, self.deadline = repro.reading, repro.part, repro.deadline
-        self.changes = repro.changes
-        self.recheck, self.update = repro.recheck, repro.update
+        self.repro, self.requests = repro, Requests()
+        self.model, self.buffers, self.step, self.deadline = repro.model, repro.buffers, repro.step, repro.deadline
+        self.reading, self.part, self.applied = repro.reading, repro.part, repro.applied
+        self.changes, self.recheck, self.update = repro.changes, repro.recheck, repro.update
         self._compiled_copy, self._replayed = CompiledCopy(), False
+
+    @property
+    def comparable(self) -> bool:
+        """See `Subject`."""
+        return self.repro.comparable
+
+    def has_bad_samples(self, classes: int | None) -> bool:
+        """See `Subject`."""
+        return bool(self.bad_samples(classes))
+
+    def begin(
+        self, model: nn.Module | None, older: Callable[[], Tree | None], deadline: float, requests: Requests
+    ) -> None:
+        """See `Subject`."""
+        self.model, self.deadline, self.requests = model or self.model, deadline, requests
+        self.repro = replace(self.repro, model=self.model, older=older, deadline=deadline)
 
     @property
     def variants(self) -> Sequence[str]:
@@ -163,29 +241,30 @@ class StepSubject(Subject):
         """Returns the sample's id and source, if the data provides them."""
         return identity_of(self.repro.batch, index)
 
+    def run(self, variant: str, watch: Watch | None = None) -> RerunResult:
+        """See `Subject`: on a new copy of the model, which is not compiled."""
+        inputs = inputs_of(self.repro, variant)
+        if watch is not None:  # use the whole logits, not chunks: a trace tells forward from backward by their order
+            inputs = inputs.with_plain_objective()
+        return inputs.run(watch)
+
     def replay(self, variant: str) -> Outcome:
         """See `Subject`."""
-        outcome = replay(self.repro, variant, self._compiled_copy)
-        if variant == "same":
-            # Only a step that came out differently is replayed once more: on the same copy, which is compiled by then.
-            if self._replayed or outcome.bitwise_equal_to_reading is not False:
-                self._compiled_copy.drop()
-            self._replayed = True
+        if not runs_compiled(self.repro, variant):
+            return super().replay(variant)
+        copy = self._compiled_copy
+        outcome = self.compared(variant, outcome_of(lambda: copy.inputs_of(self.repro).run(), self.deadline))
+        # Only a step that came out differently is replayed once more: on the same copy, which is compiled by then.
+        if self._replayed or outcome.bitwise_equal_to_reading is not False:
+            copy.drop()
+        self._replayed = True
+        if outcome.not_run:  # perhaps compilation failed: replay uncompiled, marked as not comparable
+            return StepSubject(replace(self.repro, compiled=True)).replay(variant)
         return outcome
 
-    def trace(self, variant: str) -> Trace:
+    def culprits(self) -> Culprits:
         """See `Subject`."""
-        inputs = VARIANTS[variant](self.repro)
-        # Use the whole logits, not chunks: the trace tells forward from backward by their order.
-        tools = replace(inputs.tools, objective=inputs.tools.objective.plain)
-        tracing = Trace(inputs.model)
-        with tracing, in_true_fp32(variant):
-            forward_backward(inputs.model, inputs.batches, tools, self.step)
-        return tracing
-
-    def culprits(self) -> Culprits | None:
-        """See `Subject`."""
-        return find_culprits(self.repro)
+        return find_by_bisection(Bisection(self.repro))
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns the monitors' metrics on the first micro-batch."""
@@ -213,13 +292,6 @@ class StepSubject(Subject):
         sample = {"index": index, **self.identify(index)}
         return LargestInput(sample, float(sizes[index]), float(repro.fresh().inputs.abs().amax()))
 
-    def staleness(self, optimizer: Optimizer) -> float:
-        """See `Subject`."""
-        repro = self.repro
-        model = repro.copy_model()
-        forward_backward(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)
-        return staleness(repro.model, [parameter.grad for parameter in model.parameters()], optimizer)
-
     def underflow(self) -> Underflow | None:
         """See `Subject`."""
         return underflow(self.repro)
@@ -231,6 +303,6 @@ class StepSubject(Subject):
     def save(self, folder: Path) -> None:
         """Writes weights and batch; the batch only, if the step cannot be replayed."""
         if self.can_update:
-            save_batch(folder, self.repro.batch)
+            write_batch(folder, tensors_in(self.repro.batch))
         else:
             save_repro(folder, self.repro)

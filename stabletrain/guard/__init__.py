@@ -29,7 +29,9 @@ The rest is the door for a user's own loop:
 | loop_tracker | events and lines |
 | rerun, repeat | runs a step's closures again, and restores everything; twice, to compare the bits |
 | samples | the samples of a batch: which are bad, and which make the step fail |
+| whole_weights | whole weights in a model that FSDP2 shards, to try single samples |
 | subject, saved_step, incidents | the step as an investigation sees it, on disk, and its incident |
+| in_code | fixes in words that hold in any loop |
 """
 
 from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard

@@ -29,16 +29,16 @@ class LoopStep(ReadStep):
         super().__init__(
             reading, number, loop.steps, loop.state, loop.device, loop.policy, loop.parallel, tracker, incidents
         )
-        self.loop, self.begun = loop, begun
+        self.loop, self.begun, self.incidents = loop, begun, incidents
 
     def investigate(self, kind: str, reading: Reading) -> IncidentSummary | None:
         """See `ReadStep`."""
-        loop, incidents = self.loop, self.handler
+        loop = self.loop
         subject = self._subject(reading)
         group = loop.optimizer.param_groups[0]
         known = settings(loop.precision.name, group, clips=loop.judge.clips, best_loss=loop.best_loss)
         optimizer = None if subject.sharded else loop.optimizer  # no rank holds whole moments
-        return incidents.investigate(subject, IncidentRequest(kind, optimizer, loop.policy.bounds), known)
+        return self.incidents.investigate(subject, IncidentRequest(kind, optimizer, loop.policy.bounds), known)
 
     def _subject(self, reading: Reading) -> LoopSubject:
         """Collects everything that an investigation of the step needs."""
@@ -53,7 +53,7 @@ class LoopStep(ReadStep):
             older_state=lambda: loop.states.older(self.reading.step - 2),
             part=own,
             sharded=any(hasattr(parameter, "to_local") for parameter in loop.parameters),
-            keep_state=self.handler.keep_state,
+            keep_state=self.incidents.keep_state,
             frames=loop.frames,
             gap=loop.gap(begun),
             changes=self.guard.state_check.changes(loop.model) if reading.state_changed else (),

@@ -9,13 +9,14 @@ import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.checkpoint.tree import local_part
+from stabletrain.forensics.rerun import RerunResult, in_true_fp32
 from stabletrain.guard.gradients import gradients, measure
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
 from stabletrain.machine.compiling import uncompiled
@@ -23,7 +24,6 @@ from stabletrain.machine.determinism import Generators
 from stabletrain.machine.untouched import untouched
 from stabletrain.parallel.loop import wrappers
 from stabletrain.stability.precision.base import FullPrecision
-from stabletrain.stability.precision.kernels import ieee_kernels
 
 
 @dataclass
@@ -49,22 +49,6 @@ class BegunStep:
     def __post_init__(self) -> None:
         kind = self.generators.device.type
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-class RerunResult(NamedTuple):
-    """The result of a rerun.
-
-    Attributes:
-        loss: sum over the micro-batches.
-        losses: of each micro-batch.
-        grad_norm: of the unscaled gradients; NaN if there was no backward pass.
-        gradients: of the parameters that the optimizer updates, in order; None for those without.
-    """
-
-    loss: float
-    losses: list[float]
-    grad_norm: float
-    gradients: list[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -98,6 +82,8 @@ class Rerun:
     ) -> RerunResult:
         """Runs forward and backward of the step; afterwards everything is as it was.
 
+        The loss is the sum over the micro-batches; the gradients are those of `parameters`.
+
         Args:
             micro_batches: closures and batches; None for the step's own.
             true_fp32: without autocast, loss scale and TF32, with parameters in fp32.
@@ -125,7 +111,7 @@ class Rerun:
             norm = float(measure(found, [])[0].total) if found else float("nan")
             each = [parameter.grad for parameter in self.parameters]
         total = sum(losses[1:], losses[0]).float()
-        return RerunResult(float(total), [float(loss) for loss in losses], norm, each)
+        return RerunResult(float(total), norm, each)
 
     def _entered(self) -> AbstractContextManager:
         """Returns the autocast that the loop has entered around the guard, or a context without effect."""
@@ -172,39 +158,3 @@ def with_weights(model: nn.Module, values: Mapping[str, Any]) -> Generator[None]
     finally:
         for name, tensor in live.items():
             tensor.copy_(own[name])
-
-
-@contextlib.contextmanager
-def in_true_fp32(model: nn.Module) -> Generator[None]:
-    """A context without autocast and TF32, in which fp16 and bf16 parameters and buffers are fp32."""
-    narrow = (torch.float16, torch.bfloat16)
-    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.dtype in narrow and not hasattr(t, "to_local")]
-    own = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.float()
-        with ieee_kernels(), without_autocast():
-            yield
-    finally:
-        for tensor, data in zip(tensors, own, strict=True):
-            tensor.data = data
-
-
-@contextlib.contextmanager
-def without_autocast() -> Generator[None]:
-    """A context in which every `torch.autocast`, also one that the user's code enters, does nothing."""
-    enter = torch.autocast.__enter__
-
-    def disabled(context: Any) -> Any:
-        context._enabled, wanted = False, context._enabled
-        try:
-            return enter(context)
-        finally:
-            context._enabled = wanted
-
-    torch.autocast.__enter__ = disabled  # ty: ignore[invalid-assignment]
-    try:
-        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # one that is entered already
-            yield
-    finally:
-        torch.autocast.__enter__ = enter

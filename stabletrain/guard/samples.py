@@ -4,20 +4,16 @@ A batch may be any nesting of tuples, lists and mappings with tensors. Tensors t
 dimension hold one sample in each row; others belong to the whole batch.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stabletrain.forensics.diagnosis.evidence import LargestInput
+from stabletrain.forensics.facts import LargestInput
 from stabletrain.forensics.probes.samples import MAX_LISTED, Trials, first_place
 from stabletrain.guard.micro_batch import MicroBatch, map_tensors, named_tensors
 from stabletrain.guard.rerun import Rerun
-
-CHEAP_SECONDS = 5.0
-"""Seconds for which the search for samples goes on, however many passes it takes."""
 
 LABEL_NAMES = ("label", "labels", "target", "targets", "y")
 """Last parts of the names of tensors that hold labels."""
@@ -154,50 +150,44 @@ def can_replace(batch: Any, other: Any) -> bool:
 
 
 class BatchTrials(Trials):
-    """Runs a step of a user's loop with some of its samples."""
+    """Runs a step of a user's loop with some of its samples. Passes of a small model are cheap."""
+
+    cheap_seconds = 5.0
 
     def __init__(self, rerun: Rerun, usual: Sequence[MicroBatch], deadline: float) -> None:
-        self._rerun, self._micro_batches = rerun, rerun.begun.micro_batches
+        self._rerun, self._micro_batches, self._usual = rerun, rerun.begun.micro_batches, usual
         self._rows = rows_of(self._micro_batches)
         super().__init__(len(self._rows), deadline)
-        self._cheap_until = time.monotonic() + CHEAP_SECONDS
-        fits = len(usual) == len(self._micro_batches) and all(
-            can_replace(mine.batch, other.batch) for mine, other in zip(self._micro_batches, usual, strict=True)
-        )
-        self._fillers = [each.batch for each in usual] if fits else [None] * len(self._micro_batches)
-
-    def can_go_on(self, passes: int) -> bool:
-        """Passes of a small model are cheap: for `CHEAP_SECONDS`, any number is allowed."""
-        return super().can_go_on(passes) or time.monotonic() < min(self._cheap_until, self.deadline)
 
     def whole(self) -> Sequence[MicroBatch]:
         """Returns the micro-batches of the step."""
         return self._micro_batches
+
+    def other(self) -> Sequence[MicroBatch] | None:
+        """Returns the step's closures with the batches of the last step that was applied."""
+        mine, usual = self._micro_batches, self._usual
+        if len(usual) != len(mine) or not all(map(can_replace, batches_of(mine), batches_of(usual))):
+            return None
+        return [MicroBatch(each.closure, other.batch) for each, other in zip(mine, usual, strict=True)]
+
+    def part(self, rows: Sequence[int]) -> list[MicroBatch]:
+        """See `Trials`. Unless `filled`, micro-batches that hold none of these samples are left out."""
+        mine: dict[int, list[int]] = {}
+        for index in rows:
+            mine.setdefault(self._rows[index].micro_batch, []).append(self._rows[index].row)
+        fillers = batches_of(self._usual) if self.filled else [None] * len(self._micro_batches)
+        return [
+            MicroBatch(each.closure, with_samples(each.batch, mine.get(number, []), filler))
+            for number, (each, filler) in enumerate(zip(self._micro_batches, fillers, strict=True))
+            if self.filled or number in mine  # a filled micro-batch draws the same random numbers
+        ]
 
     def run(self, batches: Sequence[MicroBatch]) -> Sequence[float]:
         """See `Trials`."""
         found = self._rerun.run(batches, backward=not self.forward_only)
         return [found.loss] if self.forward_only else [found.loss, found.grad_norm]
 
-    def find_filler(self) -> bool:
-        """See `Trials`."""
-        if any(filler is None for filler in self._fillers) or not self.can_go_on(1):
-            return True
-        pairs = zip(self._micro_batches, self._fillers, strict=True)
-        verdict = self.fails([MicroBatch(each.closure, filler) for each, filler in pairs])
-        if verdict is None:
-            self._fillers = [None] * len(self._micro_batches)
-        return not verdict
 
-    def fails_with(self, rows: Sequence[int]) -> bool | None:
-        """See `Trials`. Without a filler, micro-batches that hold none of these samples are left out."""
-        mine: dict[int, list[int]] = {}
-        for index in rows:
-            mine.setdefault(self._rows[index].micro_batch, []).append(self._rows[index].row)
-        return self.fails(
-            [
-                MicroBatch(each.closure, with_samples(each.batch, mine.get(number, []), filler))
-                for number, (each, filler) in enumerate(zip(self._micro_batches, self._fillers, strict=True))
-                if filler is not None or number in mine  # a filled micro-batch draws the same random numbers
-            ]
-        )
+def batches_of(micro_batches: Sequence[MicroBatch]) -> list[Any]:
+    """Returns the batches of micro-batches."""
+    return [each.batch for each in micro_batches]

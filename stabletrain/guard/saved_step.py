@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import buffers_of
-from stabletrain.checkpoint.tree import flatten, map_tensors, to_host, unflatten
+from stabletrain.checkpoint.tree import flatten, map_tensors, unflatten
 from stabletrain.errors import ConfigError
-from stabletrain.forensics import repro as files
-from stabletrain.forensics.replay import Outcome, compare
+from stabletrain.forensics import saved_step as files
+from stabletrain.forensics.facts import Outcome, compare
 from stabletrain.forensics.user_code import hash_of
 from stabletrain.guard.micro_batch import MicroBatch, named_tensors
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun
@@ -83,11 +83,8 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
     """
     begun = rerun.begun
     if not whole:
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            f"{i}/{name}": t for i, each in enumerate(begun.micro_batches) for name, t in named_tensors(each.batch)
-        }
-        files.write(folder / files.BATCH, to_host(tensors))
+        numbered = enumerate(begun.micro_batches)
+        files.write_batch(folder, {f"{i}/{name}": t for i, each in numbered for name, t in named_tensors(each.batch)})
         return
     generators = begun.generators
     version, keys, *numpy = generators.numpy

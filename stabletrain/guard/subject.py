@@ -1,5 +1,6 @@
 """A withheld step of a user's loop, as an investigation sees it: its closures run again on the live model."""
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -7,29 +8,39 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.forensics.diagnosis.evidence import LargestInput
+from stabletrain.forensics.agreement import NotInvestigated, Requests
+from stabletrain.forensics.diagnosis.cause_table import Diagnosis
+from stabletrain.forensics.diagnosis.evidence import Evidence
+from stabletrain.forensics.facts import Culprits, LargestInput, Outcome
+from stabletrain.forensics.model_copy import is_compiled
 from stabletrain.forensics.probes.attention_scores import Scores
-from stabletrain.forensics.probes.samples import Culprits, find_by_bisection
-from stabletrain.forensics.probes.state import staleness
+from stabletrain.forensics.probes.samples import find_by_bisection
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import NotPossible, Outcome, compare, outcome_of
-from stabletrain.forensics.repro import is_compiled
+from stabletrain.forensics.rerun import NotPossible, RerunResult, Watch
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.checks.recheck import Finding
+from stabletrain.guard.in_code import for_any_loop, unknown_beyond_forward
 from stabletrain.guard.micro_batch import MicroBatch, named_tensors
-from stabletrain.guard.rerun import Rerun, RerunResult
+from stabletrain.guard.rerun import Rerun
 from stabletrain.guard.samples import BatchTrials, bad_samples, largest_input, place_of, without_bad_values
 from stabletrain.guard.saved_step import save_loop_step, why_not_replayable
-from stabletrain.guard.shared_reruns import Reruns, SharedReruns
+from stabletrain.guard.whole_weights import WholeWeights
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.records import RankPart, Reading
+
+RERUN = "rerun"
+"""The request to run the step again, by the variant, and with or without a backward pass."""
+
+WHOLE_WEIGHTS = "whole weights"
+"""The request to gather them."""
+
+CLEANED = "cleaned"
+"""Variant: 0 in place of every NaN and Inf of the batch."""
 
 NO_BATCH = "the closure takes no batch: let it take one, and pass it as guard.step(closure, batch=...)"
 
@@ -66,11 +77,13 @@ class LoopSubject(Subject):
     keep_state: bool = True
     frames: int = 0
     gap: str = ""
-    reruns: Reruns = field(init=False)
+    requests: Requests = field(default_factory=Requests, init=False)
+    applied: bool = field(default=False, init=False)
     _nothing_began_here: bool = field(default=False, init=False)
+    _whole: WholeWeights = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reruns = SharedReruns(lambda request: self._join(*request)) if self.sharded else Reruns()
+        self._whole = WholeWeights(self.rerun.model)
 
     @property
     def model(self) -> nn.Module:  # ty: ignore[incompatible-property-override]  only read
@@ -83,6 +96,17 @@ class LoopSubject(Subject):
     def buffers(self) -> list[Tensor]:  # ty: ignore[incompatible-property-override]  only read
         """The buffers' values from before the step."""
         return self.rerun.begun.buffers.tensors()
+
+    def begin(
+        self, model: nn.Module | None, older: Callable[[], Tree | None], deadline: float, requests: Requests
+    ) -> None:
+        """See `Subject`. The closures run on the live model, whatever `model` is."""
+        del model
+        self.older_state, self.deadline, self.requests = older, deadline, requests
+
+    def serves(self) -> Mapping[str, Callable[..., object]]:
+        """See `Subject`: with sharded weights the ranks run the step together, each with its own micro-batches."""
+        return {RERUN: self._run_here, WHOLE_WEIGHTS: self._whole.gather}
 
     def older(self) -> Tree | None:
         """See `Subject`."""
@@ -98,7 +122,9 @@ class LoopSubject(Subject):
         if not all(each.takes_batch for each in micro_batches):
             return found  # the step cannot be run without these values
         try:
-            again = self._run("cleaned") if found else None
+            again = self.run(CLEANED) if found else None
+        except NotInvestigated:
+            raise
         except Exception:  # the user's code may raise anything
             again = None
         # If the step fails without these values too, they only mark missing data, and the fault is another.
@@ -110,22 +136,14 @@ class LoopSubject(Subject):
 
     def replay(self, variant: str) -> Outcome:
         """See `Subject`."""
-
-        def run() -> tuple[float, float, float]:
-            found = self._run(variant)
-            return found.loss, found.grad_norm, zero_share(found.gradients)
-
-        # With sharded weights the ranks run it together, so none may leave it out for its time limit.
-        outcome = outcome_of(run, math.inf if self.sharded else self.deadline)
+        outcome = super().replay(variant)
         loss, norm = outcome.loss, outcome.grad_norm
         if loss is None or norm is None:
             return outcome
         if self.gap and math.isfinite(loss):  # a normal forward pass says nothing about the step
             return Outcome(not_run=self.gap)
-        same = variant == "same"
-        equal = compare(loss, norm, self.reading, self.part, self.comparable) if same else None
         finite = math.isfinite(loss) and (math.isfinite(norm) or self._made_bad_by_another_rank)
-        return replace(outcome, finite=finite, bitwise_equal_to_reading=equal)
+        return replace(outcome, finite=finite)
 
     @property
     def _made_bad_by_another_rank(self) -> bool:
@@ -141,37 +159,46 @@ class LoopSubject(Subject):
 
     def trace(self, variant: str) -> Trace:
         """See `Subject`."""
-        tracing = Trace(self.rerun.model)
-        self._run(variant, tracing)
+        tracing = super().trace(variant)
         self._nothing_began_here = find_origin(tracing) is None
         return tracing
 
-    def culprits(self) -> Culprits | None:
-        """See `Subject`."""
-        if self.sharded:
-            raise NotPossible("single samples are not tried while the weights are sharded")
+    def culprits(self) -> Culprits:
+        """See `Subject`. Each rank tries its own samples, with whole weights, and without the other ranks."""
         if not all(each.takes_batch for each in self.rerun.begun.micro_batches):
             raise NotPossible(NO_BATCH)
         if not self.rerun.begun.micro_batches:
             raise NotPossible(self.gap)
-        return find_by_bisection(BatchTrials(self.rerun, self.usual, self.deadline))
+        with contextlib.ExitStack() as stack:
+            rerun = self.rerun
+            if self.sharded:
+                self.requests.run(WHOLE_WEIGHTS, work=self._whole.gather)
+                rerun = stack.enter_context(self._whole.in_place(rerun))
+            return find_by_bisection(BatchTrials(rerun, self.usual, self.deadline))
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns the largest attention logit."""
         del classes
         with uncompiled():
             scores = Scores()
-        self._run("same" if older is None else "older_state", scores, backward=self.sharded)
+        self.run("same" if older is None else "older_state", lambda model: scores, backward=self.sharded)
         return scores.metrics() if not math.isnan(scores.largest) else {}
 
     def largest_input(self) -> LargestInput | None:
         """See `Subject`."""
         return largest_input(self.rerun.begun.micro_batches, self.usual)
 
-    def staleness(self, optimizer: Optimizer) -> float:
+    def gradients(self) -> list[Tensor | None]:
         """See `Subject`."""
-        found = dict(zip(map(id, self.rerun.parameters), self._run("same").gradients, strict=True))
-        return staleness(self.model, [found.get(id(p)) for p in self.model.parameters()], optimizer)
+        found = dict(zip(map(id, self.rerun.parameters), super().gradients(), strict=True))
+        return [found.get(id(parameter)) for parameter in self.model.parameters()]
+
+    def diagnose(self, evidence: Evidence) -> Diagnosis:
+        """See `Subject`: with fixes that hold in any training loop."""
+        seen = evidence.origin is not None or evidence.samples or evidence.damage
+        if self.gap and evidence.kind != "update" and not seen:  # nothing was measured that could tell the cause
+            return for_any_loop(unknown_beyond_forward(evidence))
+        return for_any_loop(super().diagnose(evidence))
 
     def save(self, folder: Path) -> None:
         """Writes the batch; and the weights, if the step can be replayed from the folder."""
@@ -185,26 +212,39 @@ class LoopSubject(Subject):
 
     # ---- reruns
 
-    def _run(self, variant: str, watched_by: Any = None, *, backward: bool = True) -> RerunResult:
-        """Runs the step as one of `VARIANTS`."""
-        if not self.rerun.begun.micro_batches:
+    def run(self, variant: str, watch: Watch | None = None, *, backward: bool = True) -> RerunResult:
+        """Runs the step as one of `VARIANTS`, or as `CLEANED`."""
+        begun = self.rerun.begun.micro_batches
+        if not begun:
             raise NotPossible(self.gap or "nothing was recorded of the step")
-        micro_batches = self._other_batches() if variant == "fresh_batch" else None
-        if variant == "cleaned":
-            micro_batches = without_bad_values(self.rerun.begun.micro_batches)
-        weights = self._older_weights() if variant == "older_state" else None
+        micro_batches = begun
+        if variant == "fresh_batch":
+            micro_batches = self._other_batches()
+        elif variant == CLEANED:
+            micro_batches = without_bad_values(begun)
+        elif variant == "older_state":
+            self._older_weights()  # not found while other ranks take part
 
         def work() -> RerunResult:
-            return self.rerun.run(
-                micro_batches, true_fp32=variant == "fp32", weights=weights, backward=backward, watched_by=watched_by
-            )
+            return self._run_here(variant, backward, micro_batches, watch)
 
-        return self.reruns.run((variant, backward), work)
+        if not self.sharded:
+            return work()
+        return self.requests.run(RERUN, variant, backward, work=work)
 
-    def _join(self, variant: str, backward: bool) -> None:
-        """Joins a rerun that another rank requested, with this rank's micro-batches."""
+    def _run_here(
+        self,
+        variant: str,
+        backward: bool,
+        micro_batches: Sequence[MicroBatch] | None = None,
+        watch: Watch | None = None,
+    ) -> RerunResult:
+        """Runs the step with these micro-batches, or this rank's own."""
         weights = self._older_weights() if variant == "older_state" else None
-        self.rerun.run(true_fp32=variant == "fp32", weights=weights, backward=backward)
+        watched_by = None if watch is None else watch(self.rerun.model)
+        return self.rerun.run(
+            micro_batches, true_fp32=variant == "fp32", weights=weights, backward=backward, watched_by=watched_by
+        )
 
     def _other_batches(self) -> list[MicroBatch]:
         """Returns this step's closures with the batches of the last step that was applied."""
@@ -222,7 +262,7 @@ class LoopSubject(Subject):
         return [MicroBatch(each.closure, self.usual[i % len(self.usual)].batch) for i, each in enumerate(micro_batches)]
 
     def _older_weights(self) -> Mapping[str, Any]:
-        tree = self.older_state()
+        tree = self.older()
         if tree is None:
             raise NotPossible("there is no older state: Guard(rollback=True) keeps some")
         return tree["model"]
@@ -232,12 +272,3 @@ def compiled_frames() -> int:
     """Returns how many functions `torch.compile` has compiled in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
-
-
-def zero_share(gradients: Sequence[Tensor | None]) -> float:
-    """Returns the share of gradient elements that are exactly 0, in [0, 1]."""
-    found = [gradient for gradient in gradients if gradient is not None]
-    found = [each.to_local() if hasattr(each, "to_local") else each for each in found]  # ty: ignore[not-callable]
-    dense = [each.coalesce().values() if each.layout != torch.strided else each for each in found]
-    zeros = sum(int((each == 0).sum()) for each in dense)
-    return zeros / max(sum(each.numel() for each in dense), 1)

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
+from stabletrain.forensics.facts import same_bits
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
+from stabletrain.forensics.model_copy import copy_of_model, with_loss_scale
 from stabletrain.forensics.probes.samples import bad_samples
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
-from stabletrain.forensics.replay import same_bits
-from stabletrain.forensics.repro import Repro, copy_of_model, with_loss_scale
+from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.checks.recheck import repeats_exactly
 from stabletrain.guard.engine import ReadStep
@@ -89,7 +91,7 @@ class StepOfRun(ReadStep):
             classes=self.executed.classes,
             tick=self.tick,
         )
-        return self.handler.handle(request, lambda: make_repro(run, self.executed, reading), states)
+        return self.handler.handle(request, lambda: StepSubject(make_repro(run, self.executed, reading)), states)
 
     def bad_samples(self) -> tuple[list[dict[str, Any]], int]:
         """See `ReadStep`."""

@@ -12,8 +12,10 @@ from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.investigate import Findings
-from stabletrain.forensics.replay import VARIANTS, replay
+from stabletrain.forensics.probes.samples import Bisection, find_by_bisection
 from stabletrain.forensics.repro import Repro, load_repro, save_repro
+from stabletrain.forensics.rerun import VARIANTS
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.step import commit, compute
 from stabletrain.trainer.build import build
 from tests.forensics.diagnosis.given import FINE, NAN, SPIKE, origin
@@ -109,6 +111,16 @@ def live(job, pythons_generator=False):
         "older": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
     }
     return tensors, rest
+
+
+def replay(repro, variant):
+    """The outcome of one variant of a step."""
+    return StepSubject(repro).replay(variant)
+
+
+def find_culprits(repro):
+    """The samples that make a step non-finite."""
+    return find_by_bisection(Bisection(repro))
 
 
 def replays(repro):

@@ -7,7 +7,6 @@ import pytest
 
 from stabletrain.forensics import distributed_handler
 from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Damage, LargestInput
 from stabletrain.forensics.distributed_handler import (
     DistributedIncidentHandler,
     RankEvidence,
@@ -18,6 +17,7 @@ from stabletrain.forensics.distributed_handler import (
     step_was_bad,
     write_together,
 )
+from stabletrain.forensics.facts import Damage, LargestInput
 from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.investigate import Findings, IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault
@@ -88,11 +88,11 @@ def test_the_rank_with_the_surest_and_largest_failure_writes_the_folder(accounts
     assert choose_rank(accounts, known) == (chosen, guilty)
 
 
-def test_if_every_part_was_normal_the_sum_over_the_ranks_is_to_blame():
+def test_if_every_part_was_normal_the_sum_over_the_ranks_is_to_blame(repro):
     for evidence in (BROKEN, CALM):
         assert step_was_bad(evidence)
         assert diagnose(evidence).cause != "hardware_fault"
-        found = found_between_ranks(Findings(evidence, diagnose(evidence), 0.0, []))
+        found = found_between_ranks(StepSubject(repro), Findings(evidence, diagnose(evidence), 0.0, []))
         assert found.diagnosis.cause == "hardware_fault"
         assert "network" in found.diagnosis.fix[0]
 
@@ -123,12 +123,12 @@ def test_gathering_the_weights_takes_no_time_from_the_diagnosis(tmp_path, monkey
 
     monkeypatch.setattr(distributed_handler, "exchange", lambda work: [work()])
     monkeypatch.setattr(distributed_handler, "on_all_ranks", lambda work: work())
-    monkeypatch.setattr(distributed_handler.OlderState, "finish", lambda self, error: None)
+    monkeypatch.setattr(distributed_handler.SharedRequests, "finish", lambda self, error: None)
     job = given.made(tmp_path, *given.GPT)
     repro = given.repro_of(job, job.data.load(0), reading=READING)
     handler = DistributedIncidentHandler(Own(), Ranks(0, 2, 0, launched=True))
     states = Gathered(job.state.model, lambda: None)
-    assert handler.handle(IncidentRequest("nonfinite"), lambda: repro, states) is None
+    assert handler.handle(IncidentRequest("nonfinite"), lambda: StepSubject(repro), states) is None
     assert order == ["gather", "deadline", "investigate"]
 
 

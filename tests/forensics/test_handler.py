@@ -14,11 +14,11 @@ from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.comparison.reading.runs import read_events
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics import handler, incident
-from stabletrain.forensics import repro as repro_files
+from stabletrain.forensics import saved_step as files
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.investigate import IncidentRequest
-from stabletrain.forensics.replay import VARIANTS
+from stabletrain.forensics.rerun import VARIANTS
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.parallel.whole import WholeState
 from stabletrain.trainer.build import build
@@ -142,16 +142,16 @@ def test_an_empty_budget_is_refused(bad):
 
 @pytest.mark.parametrize("place", ["mkdir", "state", "diagnosis"])
 def test_a_full_disk_costs_the_folder_and_neither_the_cause_nor_the_run(tmp_path, monkeypatch, capsys, place):
-    write = repro_files.write
+    write = files.write
 
     def full(path, *arguments, **options):
-        if path.name == repro_files.BATCH:  # is written first, and has room
+        if path.name == files.BATCH:  # is written first, and has room
             return write(path, *arguments)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     owner, name = {
         "mkdir": (handler, "file_incident"),
-        "state": (repro_files, "write"),
+        "state": (files, "write"),
         "diagnosis": (incident, "replace"),
     }[place]
     monkeypatch.setattr(owner, name, full)

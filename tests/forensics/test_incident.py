@@ -12,16 +12,16 @@ from torch import nn
 
 from stabletrain.cli.replay import replay_incident
 from stabletrain.errors import ConfigError
-from stabletrain.forensics import repro as repro_files
+from stabletrain.forensics import saved_step as files
 from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Damage, RunSettings
+from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.facts import Culprits, Damage
 from stabletrain.forensics.incident import NOT_NEEDED, Execution, as_json, file_incident, folder_for, write
 from stabletrain.forensics.incident_list import block, incidents, is_complete
 from stabletrain.forensics.investigate import IncidentRequest, investigate
-from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.probes.update import trace_update
-from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.repro import load_repro
+from stabletrain.forensics.rerun import VARIANTS
 from stabletrain.forensics.subject import StepSubject
 from tests.forensics.diagnosis.given import FINE, NAN, READING, origin
 from tests.forensics.given import EVIDENCE, findings
@@ -91,9 +91,9 @@ def test_without_its_state_an_incident_is_two_small_files(tmp_path, repro):
     assert {file.name for file in (tmp_path / "a").iterdir()} == {"diagnosis.json", "report.md"}
 
 
-@pytest.mark.parametrize("full_at", [repro_files.BATCH, repro_files.STATE])
+@pytest.mark.parametrize("full_at", [files.BATCH, files.STATE])
 def test_on_a_full_disk_the_diagnosis_is_written_and_no_partial_state_remains(tmp_path, repro, monkeypatch, full_at):
-    written = repro_files.write
+    written = files.write
 
     def full(path, tensors):
         if path.name == full_at:
@@ -101,7 +101,7 @@ def test_on_a_full_disk_the_diagnosis_is_written_and_no_partial_state_remains(tm
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written(path, tensors)
 
-    monkeypatch.setattr(repro_files, "write", full)
+    monkeypatch.setattr(files, "write", full)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, StepSubject(repro), findings(), rank=None, keep_state=True)
     assert {file.name for file in tmp_path.iterdir()} == {"diagnosis.json", "report.md"}
@@ -109,13 +109,13 @@ def test_on_a_full_disk_the_diagnosis_is_written_and_no_partial_state_remains(tm
 
 
 def test_an_incident_appears_only_when_it_is_complete(tmp_path, repro, monkeypatch):
-    written = repro_files.write
+    written = files.write
 
     def watched(path, tensors):
         assert not list(tmp_path.glob("step-*"))
         return written(path, tensors)
 
-    monkeypatch.setattr(repro_files, "write", watched)
+    monkeypatch.setattr(files, "write", watched)
     known = {"rank": None, "keep_state": True, "execution": Execution(60, "a")}
     path = file_incident(tmp_path, StepSubject(repro), findings(), **known)
     assert [path] == list(tmp_path.iterdir()) == [tmp_path / "step-00000050"]
@@ -129,7 +129,7 @@ def test_a_full_disk_leaves_the_diagnosis_and_an_error_nothing(tmp_path, repro, 
     def fails(path, tensors):
         raise error
 
-    monkeypatch.setattr(repro_files, "write", fails)
+    monkeypatch.setattr(files, "write", fails)
     known = {"rank": None, "keep_state": True, "execution": Execution()}
     for error, left in ((OSError("full"), ["step-00000050"]), (ValueError("odd"), [])):
         folder = tmp_path / type(error).__name__

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.forensics import replay as replay_module
-from stabletrain.forensics import subject as subject_module
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.investigate import Checks, IncidentRequest, divisor_history, investigate, origin_of
 from stabletrain.forensics.probes.attention_scores import Scores
-from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.rerun import VARIANTS
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.records import IGNORE_INDEX, Batch
@@ -124,18 +123,18 @@ class Counting(nn.Module):
 @pytest.fixture
 def replayed(monkeypatch):
     """The replays that ran: which variant, and whether on a compiled copy; and the compiled copies."""
-    ran, copies, run, perform = [], [], subject_module.replay, replay_module.forward_backward
+    ran, copies, run, perform = [], [], StepSubject.replay, replay_module.forward_backward
 
-    def noting(repro, variant, *rest):
+    def noting(subject, variant):
         ran.append([variant, False])
-        return run(repro, variant, *rest)
+        return run(subject, variant)
 
     def performing(model, *rest):
         if ran:
             ran[-1][1] = any(model is each for each in copies)
         return perform(model, *rest)
 
-    monkeypatch.setattr(subject_module, "replay", noting)
+    monkeypatch.setattr(StepSubject, "replay", noting)
     monkeypatch.setattr(replay_module, "forward_backward", performing)
     monkeypatch.setattr(replay_module, "compile_", lambda model, shape: copies.append(model))
     return ran, copies

@@ -10,9 +10,9 @@ import torch
 import stabletrain.trainer.loop
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
-from stabletrain.forensics.probes.samples import find_culprits
-from stabletrain.forensics.replay import VARIANTS, nearly_equal, replay
+from stabletrain.forensics.facts import nearly_equal
 from stabletrain.forensics.repro import load_repro, save_repro
+from stabletrain.forensics.rerun import VARIANTS
 from stabletrain.records import Batch, RankPart
 from stabletrain.step import compute
 from stabletrain.trainer.loop import train
@@ -22,6 +22,7 @@ from tests.forensics.given import (
     MODELS,
     assert_recorded_steps_replay,
     assert_unchanged,
+    find_culprits,
     live,
     made,
     marked,
@@ -29,6 +30,7 @@ from tests.forensics.given import (
     one_step,
     precision_of,
     recorded,
+    replay,
     replays,
     repro_of,
     ruined,
@@ -133,8 +135,8 @@ import numpy as np
 
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import to_host
-from stabletrain.forensics.probes.samples import find_culprits
-from tests.forensics.given import MODELS, RUINS, assert_unchanged, live, made, marked, replays, repro_of, wearing
+from tests.forensics.given import MODELS, RUINS, assert_unchanged, live, made
+from tests.forensics.given import find_culprits, marked, replays, repro_of, wearing
 
 for name, chosen in MODELS.items():
     job = made(Path(sys.argv[1]) / name, *chosen)

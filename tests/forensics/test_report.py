@@ -10,9 +10,9 @@ import pytest
 from markdown_it import MarkdownIt  # rich brings it
 
 from stabletrain.forensics.diagnosis.cause_table import CAUSES, Diagnosis
+from stabletrain.forensics.facts import Outcome
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.underflow import LostGradient, Underflow
-from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.report import (
     BAR_WIDTH,
     bars,

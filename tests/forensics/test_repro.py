@@ -10,22 +10,15 @@ import torch
 from torch import nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.replay import replay
-from stabletrain.forensics.repro import (
-    Repro,
-    about,
-    copy_of_model,
-    is_compiled,
-    load_repro,
-    save_repro,
-    with_loss_scale,
-)
+from stabletrain.forensics.model_copy import copy_of_model, is_compiled, with_loss_scale
+from stabletrain.forensics.repro import Repro, load_repro, save_repro
+from stabletrain.forensics.saved_step import about
 from stabletrain.machine.compiling import compile_, undo_compile_
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, RankPart
 from stabletrain.stability import precision
-from tests.forensics.given import GPT, RESNET, made, marked, one_step, repro_of, ruined
+from tests.forensics.given import GPT, RESNET, made, marked, one_step, replay, repro_of, ruined
 
 CPU = torch.device("cpu")
 

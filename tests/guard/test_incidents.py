@@ -10,10 +10,11 @@ import torch
 from stabletrain.forensics.diagnosis import causes, fixes, fp8_causes, update_causes
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.handler import IncidentHandler
 from stabletrain.forensics.incident_list import incidents
 from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.update import trace_update
-from stabletrain.guard.incidents import IN_CODE, LoopHandler, for_any_loop, in_code
+from stabletrain.guard.in_code import IN_CODE, for_any_loop, in_code
 from tests.guard.given import Loop, batches
 
 WRITTEN = sorted(
@@ -65,8 +66,8 @@ def test_an_update_that_is_not_finite_is_explained_although_no_closure_can_run_a
     (subject,) = withheld
     subject.gap = "the closures return no loss"
     subject.update = lambda: trace_update(loop.model, optimizer, optimizer.step)
-    handler = LoopHandler(10, 60.0, [])
-    handler.open(tmp_path, RunSettings(values={"optimizer.eps": 0, "optimizer.lr": 0.1}))
+    handler = IncidentHandler(10, 60.0)
+    handler.open(tmp_path, RunSettings(values={"optimizer.eps": 0, "optimizer.lr": 0.1}), shared=True)
     found = handler.investigate(subject, IncidentRequest("update", limits=(9.0, 9.0)))
     assert (found.diagnosis.cause, found.failures) == ("unsafe_optimizer", [])
     assert found.diagnosis.fix[0] == "eps=1e-08 in the optimizer, so that no denominator is 0"

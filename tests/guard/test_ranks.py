@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from stabletrain.guard.whole_weights import NOT_TRIED
 from stabletrain.records import Reading
 from tests.guard.worker import BAD, CASES, STEPS
 from tests.parallel.launches import alone, forked
@@ -70,6 +71,16 @@ def test_sharded_weights_train_as_whole_ones(ranks, name):
             assert a == b or float(a) == pytest.approx(float(b), rel=1e-4)
 
 
+@pytest.mark.parametrize("formats", ["fp32", "bf16"])
+def test_one_rank_alone_computes_with_whole_weights_what_fsdp_computes(ranks, formats):
+    for seen in (rank[f"whole {formats}"] for rank in ranks):
+        assert seen["alone"] == seen["together"]
+        assert seen["gradients"] == [True] * 4
+        assert seen["restored"]
+        assert seen["why_not"] == NOT_TRIED, "FSDP2 had a hook that is not known"
+    assert ranks[0]["whole fp32"]["alone"] != ranks[0]["whole bf16"]["alone"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "cause", "op"),
@@ -88,5 +99,6 @@ def test_the_folder_names_the_rank_and_the_operation(place, kind, name, cause, o
     else:
         assert record["origin"]["op"] == op
         assert "worker.py" in record["origin"]["source"]
-    if kind == "ddp" and op is not None:
+    if op is not None:
         assert [sample["index"] for sample in record["samples"]] == ([] if name == "update" else [3])
+        assert not any("culprit samples" in each for each in record["not_looked_at"])

@@ -14,12 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.checkpoint.tree import local_part
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy import RollbackGuard
+from stabletrain.guard.rerun import Rerun
+from stabletrain.guard.whole_weights import FSDP_HOOKS, WholeWeights
 from stabletrain.parallel.ranks import current_ranks, exit_process, join_process_group, leave_process_group
 from tests.guard.given import batches
 
@@ -39,12 +41,12 @@ class Net(nn.Module):
         return self.blocks[1](torch.relu(self.blocks[0](x))) / (x[:, :1] != 9)
 
 
-def sharded(model):
+def sharded(model, **options):
     """The model with its weights sharded."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def hash_of(model, optimizer):
@@ -118,12 +120,52 @@ def perform(place, kind, name, case):
     return seen
 
 
+def objects(model):
+    """Every parameter and hook of a model's modules, as they are."""
+    each = [[m._parameters, m._forward_pre_hooks, m._forward_hooks] for m in model.modules()]
+    return [(key, id(value)) for three in each for held in three for key, value in held.items()]
+
+
+def whole_weights(policy):
+    """The outputs of a sharded model, with FSDP2 and with whole weights on one rank at a time."""
+    torch.manual_seed(0)
+    model = Net()
+    sharded(model, mp_policy=policy)
+    x, rank, seen = batches(1, seed=3)[0][0], dist.get_rank(), {}
+    with torch.no_grad():
+        seen["together"] = model(x).tolist()
+    whole = WholeWeights(model)
+    whole.gather()
+    for module in (model, *model.blocks):
+        module.reshard()
+    before = objects(model)
+    rerun = Rerun(model, model, [*model.parameters()], None, None, 1.0)
+    for turn in range(2):
+        if rank == turn:  # the other rank is not there
+            with whole.in_place(rerun) as alone:
+                outputs = model(x)
+                outputs.float().square().sum().backward()
+                seen["alone"] = outputs.tolist()
+                seen["gradients"] = [parameter.grad is not None for parameter in alone.parameters]
+        dist.barrier()
+    seen["restored"] = objects(model) == before and all(parameter.grad is None for parameter in model.parameters())
+    model.blocks[0].register_forward_hook(broken := lambda *_: None)
+    broken.__module__ = FSDP_HOOKS  # a hook that is not known
+    whole.gather()
+    return {**seen, "why_not": whole.why_not}
+
+
 def main(place):
     """Runs every case."""
     join_process_group(current_ranks())
     found = {
         f"{kind} {name}": perform(place, kind, name, case) for kind in ("ddp", "fsdp") for name, case in CASES.items()
     }
+    policies = {
+        "fp32": MixedPrecisionPolicy(),
+        "bf16": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32),
+    }
+    found |= {f"whole {name}": whole_weights(policy) for name, policy in policies.items()}
     (place / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     leave_process_group()
 

@@ -63,7 +63,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "replay": (f"{FORENSICS}.replay.forward_backward", raises(RuntimeError("no replay"))),
     "investigate": (f"{FORENSICS}.handler.investigate", raises(RuntimeError("no findings"))),
     "killed": (f"{FORENSICS}.handler.investigate", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)),
-    "diagnose": (f"{FORENSICS}.investigate.diagnose", raises(RuntimeError("no diagnosis"))),
+    "diagnose": (f"{FORENSICS}.subject.diagnose", raises(RuntimeError("no diagnosis"))),
     "write": (f"{FORENSICS}.handler.file_incident", raises(TypeError("no JSON"))),
     "disk": (f"{FORENSICS}.handler.file_incident", raises(OSError(errno.ENOSPC, "No space left on device"))),
     "second run": ("stabletrain.guard.checks.repeats.compare", raises(OutOfMemoryError("no memory"))),

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from stabletrain.errors import TrainingHalted
-from stabletrain.forensics.replay import replay
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
-from tests.forensics.given import one_step, repro_of
+from tests.forensics.given import one_step, replay, repro_of
 from tests.runs import ROOT, TINY_GPT, composed
 
 FEW = ["steps=6", "eval_every=3", "log_every=1", "checkpoint=off", "report=false", "warmup.steps=2"]

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stabletrain.forensics.facts import Culprits, Damage, Drift, LargestInput, Outcome
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts
-from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.origin import Origin
 from stabletrain.guard.checks.recheck import Finding
 from stabletrain.records import RankPart, Reading
@@ -38,58 +37,6 @@ class RunSettings:
     norm_limit: float = math.inf
     deterministic: bool = True
     best_loss: float = math.inf
-
-
-@dataclass(frozen=True)
-class Damage:
-    """Corruption of one tensor of the state, from before the step.
-
-    Attributes:
-        what: `parameter`, `buffer` or the name of a moment.
-        name: of the parameter or buffer.
-        words: description with numbers.
-        few: whether only a few elements are affected. An update would change them all.
-        large: whether the elements are finite but far larger than before.
-    """
-
-    what: str
-    name: str
-    words: str
-    few: bool = False
-    large: bool = False
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Change of the weights since an older state.
-
-    Attributes:
-        steps: number of steps since the older state.
-        moved: RMS of the change of a parameter; median over the parameters.
-        share: RMS of the change, divided by the parameter's older RMS, per step; median over the parameters.
-        grown: RMS of a parameter, divided by its older RMS; median over the parameters.
-        adaptive: whether an update moves each element by at most about the learning rate, as in Adam.
-    """
-
-    steps: int
-    moved: float
-    share: float
-    grown: float
-    adaptive: bool
-
-
-@dataclass(frozen=True)
-class LargestInput:
-    """The sample with the largest input of a floating-point batch, and magnitudes.
-
-    Attributes:
-        sample: its `index` in the batch, and `id` and `source` if the data provides them.
-        elsewhere: magnitude of the largest input in another batch.
-    """
-
-    sample: Mapping[str, Any]
-    largest: float
-    elsewhere: float
 
 
 @dataclass(frozen=True)

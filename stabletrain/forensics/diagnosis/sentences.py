@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stabletrain.forensics.diagnosis.evidence import Evidence
+from stabletrain.forensics.facts import Outcome
 from stabletrain.forensics.probes.underflow import Underflow
-from stabletrain.forensics.replay import Outcome
 
 
 def loss_and_norm(loss: float, grad_norm: float | None) -> str:

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.forensics.replay import Outcome, forward_backward, outcome_of, same
+from stabletrain.forensics.facts import Outcome
+from stabletrain.forensics.replay import inputs_of
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.rerun import RerunResult, outcome_of
 from stabletrain.forensics.trace.callers import Caller, Callers
 from stabletrain.forensics.trace.values import dense, is_scaled_fp8, storage, tensors
 from stabletrain.stability.precision.fp8_linear import Fp8Linears, fp8_layers, to_bf16_
@@ -106,10 +108,9 @@ class Fp8Casts:
 
 def fp8_casts(repro: Repro) -> Fp8Casts | None:
     """Measures the casts to fp8 in a replay of the step; None if there are none."""
-    inputs = same(repro)
-    tools = replace(inputs.tools, objective=inputs.tools.objective.plain)
+    inputs = inputs_of(repro).with_plain_objective()
     with Casts(inputs.model) as watching:
-        forward_backward(inputs.model, inputs.batches, tools, repro.step)
+        inputs.run()
     if not watching.worst:
         return None
     found = Fp8Casts(tuple(watching.worst[:MAX_LISTED]))
@@ -141,11 +142,11 @@ def replay_changed(
 ) -> Outcome:
     """Replays the step on a copy of the model that `change` has changed. A user's own fp8 code may need fp8 tensors."""
 
-    def run() -> tuple[float, float, float]:
-        inputs = same(repro)
+    def run() -> RerunResult:
+        inputs = inputs_of(repro)
         change(inputs.model)
         with around or contextlib.nullcontext():
-            return forward_backward(*inputs, repro.step)
+            return inputs.run()
 
     return outcome_of(run, repro.deadline)
 

@@ -1,7 +1,6 @@
 """Finds bad samples of a batch: invalid values, and samples that make the step non-finite.
 
-`bad_samples` checks the values of the batch on the host. `find_culprits` replays the step on parts of the batch, by
-bisection.
+`bad_samples` checks the values of the batch on the host. `find_by_bisection` runs the step with parts of the batch.
 """
 
 import math
@@ -9,12 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stabletrain.forensics.facts import Culprits
 from stabletrain.forensics.replay import forward_backward
 from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.forward import isolated
@@ -110,34 +110,6 @@ def describe(samples: Sequence[Mapping[str, Any]], batch: str = "the batch") -> 
     return f"{who}{first['what']}{where}{more}"
 
 
-@dataclass(frozen=True)
-class Culprits:
-    """The smallest part of a batch found to make its step non-finite.
-
-    Attributes:
-        samples: indices in the batch, in order; empty if the step is finite or could not be replayed.
-        alone: whether each sample fails by itself. Otherwise they fail only together, or the search was cut off.
-        passes: how often the model was run.
-        others_too: whether another batch fails as well, so that no sample is to blame.
-    """
-
-    samples: list[int]
-    alone: bool
-    passes: int
-    others_too: bool = False
-
-
-def find_culprits(repro: Repro) -> Culprits:
-    """Finds the samples that make the step non-finite, by bisection; forward only if the loss is non-finite.
-
-    Samples of a fresh batch replace those left out, which preserves shapes and dropout masks exactly, and
-    BatchNorm's statistics approximately. Without a fresh batch, the parts are smaller batches. For one culprit among n
-    samples, the model runs at most 2 + 2 ceil(log2 n) times. The search stops
-    after 8 + 4 ceil(log2 n) runs, or at the deadline.
-    """
-    return find_by_bisection(Bisection(repro))
-
-
 class Trials:
     """Runs a step with parts of its batch, within a budget of passes.
 
@@ -146,15 +118,21 @@ class Trials:
         passes: how often the model was run.
         most: the largest number of passes; about as many as a bisection needs for four culprits.
         forward_only: whether the loss alone fails, so that no backward pass is needed.
+        filled: whether other samples replace those left out.
+        cheap_seconds: seconds for which the search goes on, however many passes it takes.
     """
+
+    cheap_seconds = 0.0
 
     def __init__(self, samples: int, deadline: float) -> None:
         self.samples, self.passes, self.deadline = samples, 0, deadline
         self.most, self.forward_only = 8 + 4 * math.ceil(math.log2(max(samples, 1))), False
+        self.filled, self._cheap_until = False, time.monotonic() + self.cheap_seconds
 
     def can_go_on(self, passes: int) -> bool:
         """Returns whether the budget and the deadline allow that many more passes."""
-        return self.passes + passes <= self.most and time.monotonic() < self.deadline
+        now = time.monotonic()
+        return now < self.deadline and (self.passes + passes <= self.most or now < self._cheap_until)
 
     def whole_batch_fails(self) -> bool | None:
         """Returns whether the step is non-finite with its whole batch; None if it cannot be run."""
@@ -175,25 +153,40 @@ class Trials:
         except Exception:  # for example, BatchNorm rejects a single value
             return None
 
+    def find_filler(self) -> bool:
+        """Chooses samples that replace those left out; returns False if those are non-finite too."""
+        other = self.other() if self.can_go_on(1) else None
+        verdict = False if other is None else self.fails(other)
+        self.filled = other is not None and verdict is False
+        return not verdict
+
     def whole(self) -> Sequence[Any]:
         """Returns the micro-batches of the step."""
+        raise NotImplementedError
+
+    def other(self) -> Sequence[Any] | None:
+        """Returns micro-batches of other samples, which can replace those of the step; None if there are none."""
+        raise NotImplementedError
+
+    def part(self, rows: Sequence[int]) -> Sequence[Any]:
+        """Returns micro-batches with only these samples of the step.
+
+        Those of `other` replace the rest if `filled`; otherwise the rest is left out.
+        """
         raise NotImplementedError
 
     def run(self, batches: Sequence[Any]) -> Sequence[float]:
         """Runs the step on these micro-batches; returns the loss and, unless `forward_only`, the gradient norm."""
         raise NotImplementedError
 
-    def find_filler(self) -> bool:
-        """Chooses samples that replace those left out; returns False if those are non-finite too."""
-        raise NotImplementedError
-
-    def fails_with(self, rows: Sequence[int]) -> bool | None:
-        """Returns whether the step is non-finite with these samples of the batch; None if it cannot be run."""
-        raise NotImplementedError
-
 
 def find_by_bisection(trials: Trials) -> Culprits:
-    """Finds the samples that make a step non-finite, by bisection."""
+    """Finds the samples that make a step non-finite, by bisection; forward only if the loss is non-finite.
+
+    Samples of another batch replace those left out, which preserves shapes and dropout masks exactly, and BatchNorm's
+    statistics approximately. Without another batch, the parts are smaller batches. For one culprit among n samples, the
+    model runs at most 2 + 2 ceil(log2 n) times. The search stops after 8 + 4 ceil(log2 n) runs, or at the deadline.
+    """
     all_samples = [*range(trials.samples)]
     if not all_samples or not trials.whole_batch_fails():
         return Culprits([], False, trials.passes)
@@ -206,7 +199,7 @@ def find_by_bisection(trials: Trials) -> Culprits:
             alone += rows
             continue
         halves = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-        verdicts = [trials.fails_with(half) for half in halves] if trials.can_go_on(2) else [None]
+        verdicts = [trials.fails(trials.part(half)) for half in halves] if trials.can_go_on(2) else [None]
         if None in verdicts or not any(verdicts):
             together += rows
         else:
@@ -245,7 +238,7 @@ class Bisection(Trials):
     def __init__(self, repro: Repro) -> None:
         super().__init__(len(repro.batch), repro.deadline)
         self._repro, self._model, tools = repro, repro.copy_model(), repro.replay_tools()
-        self._filling: Batch | None = None
+        self._other: Batch | None = None
         # Divide by the number of targets in the whole batch. A few samples have few targets: divided by these alone,
         # their loss could overflow fp16 in the backward pass.
         n_valid = torch.tensor(max(repro.batch.count_targets(), 1), device=repro.device)
@@ -262,28 +255,26 @@ class Bisection(Trials):
             return [forward_loss(self._model, batches, self._tools, self._repro.step)]
         return forward_backward(self._model, [*batches], self._tools, self._repro.step)[:2]
 
-    def find_filler(self) -> bool:
+    def other(self) -> list[Batch] | None:
         """See `Trials`."""
-        fresh, batch = self._repro.fresh, self._repro.batch
-        if fresh is None or not self.can_go_on(1):
-            return True
-        other = fresh()
-        if (other.inputs.shape, other.inputs.dtype) != (batch.inputs.shape, batch.inputs.dtype):
-            return True
-        verdict = self.fails(self._repro.to_micro_batches(other))
-        self._filling = other if verdict is False else None
-        return not verdict
+        batch, self._other = self._repro.batch, None if self._repro.fresh is None else self._repro.fresh()
+        if self._other is None or (self._other.inputs.shape, self._other.inputs.dtype) != (
+            batch.inputs.shape,
+            batch.inputs.dtype,
+        ):
+            return None
+        return self._repro.to_micro_batches(self._other)
 
-    def fails_with(self, rows: Sequence[int]) -> bool | None:
+    def part(self, rows: Sequence[int]) -> list[Batch]:
         """See `Trials`."""
         batch = self._repro.batch
-        if self._filling is None:
+        if self._other is None or not self.filled:
             size = len(batch) // self._repro.micro_batches
             parts = [[*rows[start : start + size]] for start in range(0, len(rows), size)]
-            return self.fails([Batch(batch.inputs[p], batch.targets[p]).to(self._repro.device) for p in parts])
-        inputs, targets = self._filling.inputs.clone(), self._filling.targets.clone()
+            return [Batch(batch.inputs[p], batch.targets[p]).to(self._repro.device) for p in parts]
+        inputs, targets = self._other.inputs.clone(), self._other.targets.clone()
         inputs[rows], targets[rows] = batch.inputs[rows], batch.targets[rows]
-        return self.fails(self._repro.to_micro_batches(Batch(inputs, targets)))
+        return self._repro.to_micro_batches(Batch(inputs, targets))
 
 
 def forward_loss(model: nn.Module, batches: Sequence[Batch], tools: Tools, step: int) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import masks_of
-from stabletrain.forensics.diagnosis.evidence import Damage, Drift
+from stabletrain.forensics.facts import Damage, Drift
 
 OUTLIER_RATIO = 1e3
 """Ratio to the older state's largest element, above which an element of a weight or moment is out of place."""

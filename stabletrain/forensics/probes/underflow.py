@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from stabletrain.forensics.replay import ReplayInputs, forward_backward, fp32, same
-from stabletrain.forensics.repro import Repro, is_scaled
+from stabletrain.forensics.model_copy import is_scaled
+from stabletrain.forensics.replay import ReplayInputs, inputs_of
+from stabletrain.forensics.repro import Repro
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.precision.fp8_linear import Fp8Linears
-from stabletrain.stability.precision.kernels import ieee_kernels
 
 LOST_SHARE = 0.5
 """Share of its gradient elements above which a parameter counts as lost."""
@@ -81,9 +81,7 @@ def underflow(repro: Repro) -> Underflow | None:
     """Compares a step's gradients with those in fp32; None in precisions without underflow, or if one is not finite."""
     if not can_underflow(repro.tools.precision):
         return None
-    with ieee_kernels():
-        wide = gradients(fp32(repro), repro.step)
-    narrow = gradients(same(repro), repro.step)
+    wide, narrow = gradients(inputs_of(repro, "fp32")), gradients(inputs_of(repro))
     if wide is None or narrow is None:
         return None
     found = measure(narrow, wide, repro.loss_scale)
@@ -96,12 +94,13 @@ def can_underflow(precision: FullPrecision) -> bool:
     return is_scaled(precision) or isinstance(precision, Fp8Linears)
 
 
-def gradients(inputs: ReplayInputs, step: int) -> dict[str, Tensor] | None:
+def gradients(inputs: ReplayInputs) -> dict[str, Tensor] | None:
     """The unscaled gradients of a replay by parameter; None if they or the loss are not finite."""
-    loss, norm, _ = forward_backward(*inputs, step)
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+    found = inputs.run()
+    if not (math.isfinite(found.loss) and math.isfinite(found.grad_norm)):
         return None
-    return {name: p.grad for name, p in inputs.model.named_parameters() if p.grad is not None}
+    named = zip(inputs.model.named_parameters(), found.gradients, strict=True)
+    return {name: gradient for (name, _), gradient in named if gradient is not None}
 
 
 def measure(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], loss_scale: float) -> Underflow:
@@ -131,7 +130,7 @@ def find_loss_scale(repro: Repro, wide: Mapping[str, Tensor]) -> float | None:
     for scale in (scale for scale in LOSS_SCALES if scale > repro.loss_scale):
         if time.monotonic() >= repro.deadline:
             return None
-        narrow = gradients(same(replace(repro, loss_scale=scale)), repro.step)
+        narrow = gradients(inputs_of(replace(repro, loss_scale=scale)))
         if narrow is None:  # overflow: larger scales overflow too
             return None
         if not measure(narrow, wide, scale).real:

@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
-from stabletrain.forensics.diagnosis.evidence import Drift, Evidence, RunSettings
-from stabletrain.forensics.replay import Outcome
+from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
+from stabletrain.forensics.facts import Drift, Outcome
 from stabletrain.forensics.trace.origin import Origin
 from stabletrain.records import Reading
 

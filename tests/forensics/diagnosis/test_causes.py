@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Damage, Drift, Evidence, LargestInput
+from stabletrain.forensics.diagnosis.evidence import Evidence
+from stabletrain.forensics.facts import Damage, Drift, LargestInput
 from stabletrain.forensics.trace.values import Values
 from tests.forensics.diagnosis.given import BAD, CALM, FINE, NAN, READING, SETTING, SPIKE, origin
 

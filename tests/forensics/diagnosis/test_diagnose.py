@@ -7,8 +7,7 @@ import pytest
 
 from stabletrain.forensics.diagnosis.causes import RULES
 from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Damage, LargestInput
-from stabletrain.forensics.probes.samples import Culprits
+from stabletrain.forensics.facts import Culprits, Damage, LargestInput
 from tests.forensics.diagnosis.given import BAD, CALM, FINE, NAN, READING, SETTING, SPIKE, origin
 
 OUTLIER = LargestInput({"index": 3, "source": "digits.csv:41"}, 1e3, 1.0)

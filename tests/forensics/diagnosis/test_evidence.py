@@ -12,7 +12,6 @@ from stabletrain.forensics.diagnosis.evidence import (
     LR_TOO_HIGH,
     MAX_UPDATE_LENGTH,
     WEIGHTS_RUINED,
-    LargestInput,
     decay_too_strong,
     excess_length,
     finite_in_fp32,
@@ -24,7 +23,7 @@ from stabletrain.forensics.diagnosis.evidence import (
     no_finite_result,
     weights_ruined,
 )
-from stabletrain.forensics.replay import Outcome
+from stabletrain.forensics.facts import LargestInput, Outcome
 from stabletrain.forensics.trace.values import Values
 from tests.forensics.diagnosis.given import BAD, CALM, FINE, NAN, READING, SETTING, SPIKE, origin
 

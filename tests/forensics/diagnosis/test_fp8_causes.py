@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from stabletrain.forensics.diagnosis.diagnose import diagnose
+from stabletrain.forensics.facts import Outcome
 from stabletrain.forensics.probes.fp8_casts import Cast, Fp8Casts
-from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.values import Values
 from tests.forensics.diagnosis.given import BAD, FINE, NAN, SETTING, SPIKE, origin
 from tests.forensics.diagnosis.test_causes import nonfinite

@@ -12,7 +12,7 @@ from stabletrain.forensics.diagnosis.sentences import (
     sample_name,
     source_line,
 )
-from stabletrain.forensics.probes.samples import Culprits
+from stabletrain.forensics.facts import Culprits
 from stabletrain.forensics.trace.origin import Link
 from stabletrain.records import RankPart
 from tests.forensics.diagnosis.given import FINE, SPIKE, origin

@@ -6,10 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.forensics.probes.samples import bad_samples, describe, find_culprits
-from stabletrain.forensics.replay import replay
+from stabletrain.forensics.probes.samples import bad_samples, describe
 from stabletrain.records import IGNORE_INDEX, Batch
-from tests.forensics.given import GPT, MODELS, RESNET, assert_unchanged, live, made, marked, marks, repro_of, ruined
+from tests.forensics.given import (
+    GPT,
+    MODELS,
+    RESNET,
+    assert_unchanged,
+    find_culprits,
+    live,
+    made,
+    marked,
+    marks,
+    replay,
+    repro_of,
+    ruined,
+)
 
 
 def images(n=3):
