@@ -1,7 +1,7 @@
 """The guard: no unsafe update reaches the weights, and a step that was held is explained.
 
 Two doors lead into this room: `train.py`, whose loop is `trainer/loop.py`, and `Guard`, for a training loop of the
-user's own. Both judge a step by the same policy, explain it by the same forensics and go back to the same kind of
+user's own. Both judge a step by the same policy, explain it by the same forensics, and go back to the same kind of
 snapshots.
 
 | file | |

@@ -21,18 +21,19 @@ MAX_ERRORS = 3
 """Maximum number of errors of closures that are explained."""
 
 
-class Incidents(NoIncidentHandler):
-    """Investigates a loop's withheld steps.
+class Incidents:
+    """The incidents of a loop.
 
     Args:
         folder: receives a folder for each incident.
         max_incidents, max_seconds: budget, as in `forensics/handler.py`; 0 incidents investigates none.
         ranks: this process among those that train together.
+        tracker: receives lines.
+        keep_state: whether weights are saved with an incident that can be replayed from its folder.
 
     Attributes:
+        handler: investigates.
         found: summaries of the incidents, oldest first.
-        newest: the policy's kind of the newest held step that was investigated.
-        keep_state: whether weights are saved with an incident that can be replayed from its folder.
     """
 
     def __init__(
@@ -40,33 +41,29 @@ class Incidents(NoIncidentHandler):
         folder: Path,
         max_incidents: int,
         max_seconds: float,
+        *,
         ranks: Ranks,
         tracker: NoTracker,
         keep_state: bool = True,
     ) -> None:
         own = IncidentHandler(max_incidents, max_seconds) if max_incidents else NoIncidentHandler()
-        self._handler, self.found = for_all_ranks(own, ranks), own.found
-        self.newest, self.keep_state, self._tracker = "", keep_state, tracker
-        self._folder, self._ranks, self._explained, self._enabled = folder, ranks, 0, bool(max_incidents)
+        self.handler, self.found, self.keep_state = for_all_ranks(own, ranks), own.found, keep_state
+        self._folder, self._ranks, self._tracker = folder, ranks, tracker
+        self._left = MAX_ERRORS if max_incidents else 0  # errors that may still be explained
 
     def investigate(
         self, subject: LoopSubject, request: IncidentRequest, setting: RunSettings
     ) -> IncidentSummary | None:
-        """Investigates a step, and files and shows what is new; returns None if there was no investigation.
-
-        All ranks must call it together.
-        """
-        self._handler.open(self._folder, setting, shared=True)
-        states = WholeState(subject.rerun.model, subject.older_state)
-        return self._handler.handle(request, lambda: subject, states)
+        """Investigates a step; see `IncidentHandler.handle`."""
+        self.handler.open(self._folder, setting, shared=True)
+        return self.handler.handle(request, lambda: subject, WholeState(subject.rerun.model, subject.older_state))
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:
         """Logs where values were first not finite in a closure that raised an error, if any were."""
-        if not self._enabled or self._explained >= MAX_ERRORS or isinstance(error, torch.OutOfMemoryError):
+        # On several ranks the others are not here.
+        if not self._left or self._ranks.distributed or isinstance(error, torch.OutOfMemoryError):
             return
-        if self._ranks.distributed:  # the others are not here
-            return
-        self._explained += 1
+        self._left -= 1
         tracing = Trace(rerun.model)
         with contextlib.suppress(Exception):
             rerun.run(backward=False, watched_by=tracing)
@@ -77,9 +74,8 @@ class Incidents(NoIncidentHandler):
         self._tracker.note(
             f"before this {type(error).__name__}, {first.op} in {first.module or 'the model'} gave NaN or Inf: {why}"
         )
-        self._tracker.note(
-            f"at: {first.source}" + (f", called from {first.called_from}" if first.called_from else ""),
-        )
+        caller = f", called from {first.called_from}" if first.called_from else ""
+        self._tracker.note(f"at: {first.source}{caller}")
 
 
 def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSettings:

@@ -7,7 +7,7 @@ loop runs its own code. `own_loop.py` has the step itself: begin, judge, apply o
 from collections.abc import Sequence
 from operator import index
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -87,7 +87,9 @@ class LoopGuard:
             loader=check_loader(loader),
             max_norm=max_norm,
         )
-        self._incidents = Incidents(folder, max_incidents, max_seconds, parallel.ranks, tracker, keep_state)
+        self._incidents = Incidents(
+            folder, max_incidents, max_seconds, ranks=parallel.ranks, tracker=tracker, keep_state=keep_state
+        )
         self._shown_step, self._next_shown_step = 0, None  # number of the last step and of the next, as the loop counts
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None
@@ -153,7 +155,7 @@ class LoopGuard:
         elif verdict is Verdict.ROLLBACK:  # skipping did not help: the weights are bad, not the batches
             self._roll_back()
         elif verdict is Verdict.HALT:
-            self._halt()
+            self._halt(policy.reason)
         else:
             loop.states.after_update(reading.step)
 
@@ -182,19 +184,12 @@ class LoopGuard:
         """Restores the newest healthy state."""
         loop, step, reason = self._loop, self._shown_step, self._loop.policy.reason
         went = loop.states.roll_back(loop.steps, number=step)
-        self.rolled_back = went.pass_over
+        if went is None:
+            self._halt(f"{reason}; no healthy state is left to go back to")
         loop.remember_state()
-        factor = loop.policy.lr_multiplier(loop.steps)
-        self._tracker.event(
-            "rollback",
-            step,
-            to=went.step,
-            loaded=went.step,
-            tick=loop.steps,
-            skipped=went.pass_over,
-            lr_factor=factor,
-            reason=reason,
-        )
+        self.rolled_back = went.pass_over
+        fields = {"skipped": went.pass_over, "lr_factor": loop.policy.lr_multiplier(loop.steps)}
+        self._report("rollback", to=went.step, loaded=went.step, reason=reason, **fields)
         self._tracker.note(
             f"step {step}: {reason}: rollback {loop.policy.rollbacks}; pass over the batches of "
             f"{went.pass_over} steps (guard.rolled_back)"
@@ -206,20 +201,25 @@ class LoopGuard:
         loop.policy.skips["state"] += 1  # counts as skipped: the loop cannot read this batch again
         loop.policy.state_check.put_back_buffers()  # the saved state lacks buffers that the model does not save
         went = loop.states.put_back(step)
+        if went is None:
+            self._halt(f"{reason}; no intact state is left to go back to")
         loop.remember_state()
-        self._tracker.event("restore", step, to=went.step, loaded=went.step, tick=loop.steps, reason=reason)
+        self._report("restore", to=went.step, loaded=went.step, reason=reason)
         self._tracker.note(f"step {step}: {reason}: the newest intact state is put back; go on with any batch")
 
-    def _halt(self) -> None:
+    def _halt(self, reason: str) -> NoReturn:
         """Ends the loop.
 
         Raises:
             TrainingHalted: always.
         """
-        policy = self._loop.policy
-        since = {} if policy.since is None else {"since": policy.since}
-        self._tracker.event("halt", self._shown_step, reason=policy.reason, tick=self._loop.steps, **since)
-        raise TrainingHalted(f"step {self._shown_step}: {policy.reason}")
+        since = self._loop.policy.since
+        self._report("halt", reason=reason, **({} if since is None else {"since": since}))
+        raise TrainingHalted(f"step {self._shown_step}: {reason}")
+
+    def _report(self, kind: str, **fields: Any) -> None:
+        """Records an event of the present step."""
+        self._tracker.event(kind, self._shown_step, tick=self._loop.steps, **fields)
 
     # ---- counts, incidents and state
 
@@ -248,12 +248,12 @@ class LoopGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns counts, limits and loss scale, for the loop's own checkpoint."""
-        return self._loop.state_dict() | {"newest_kind": self._incidents.newest}
+        return self._loop.state_dict() | {"newest_kind": self._incidents.handler.newest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores them. Snapshots are not part of the state: the next step takes a new one."""
         self._loop.load_state_dict(state)
-        self._shown_step, self._incidents.newest = self._loop.steps, state.get("newest_kind", "")
+        self._shown_step, self._incidents.handler.newest = self._loop.steps, state.get("newest_kind", "")
         self.last, self.rolled_back = None, 0
 
 

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from stabletrain.checkpoint.snapshots import choose_memory
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.errors import TrainingHalted
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.guard.states import KeptStates
 from stabletrain.machine.memory import free_host_memory
@@ -60,14 +59,13 @@ class NoStates:
         """Returns None: there is no older state."""
         del step
 
-    def roll_back(self, step: int, *, number: int) -> WentBack:
-        """Never called: the guard does not ask for it."""
-        del step
-        raise TrainingHalted(f"step {number}: there is no state to go back to")
+    def roll_back(self, step: int, *, number: int) -> WentBack | None:
+        """Returns None: there is no state to go back to."""
+        del step, number
 
-    def put_back(self, number: int) -> WentBack:
-        """Never called: the guard does not ask for it."""
-        return self.roll_back(0, number=number)
+    def put_back(self, number: int) -> WentBack | None:
+        """Returns None: there is no state to put back."""
+        del number
 
 
 class BesideSnapshot(NamedTuple):
@@ -170,17 +168,18 @@ class LoopStates(KeptStates, NoStates):
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
         return self.snapshots.newest(step)
 
-    def roll_back(self, step: int, *, number: int) -> WentBack:
-        """Restores the newest healthy state. With a loader, which is put back, its batches since then are passed over.
+    def roll_back(self, step: int, *, number: int) -> WentBack | None:
+        """Restores the newest healthy state; returns None if none is left.
+
+        With a loader, which is put back, the batches that it gave since that state are passed over.
 
         Args:
             step: the step at which the guard gave up on the present state.
-            number: of the step as the loop counts, for the message.
-
-        Raises:
-            TrainingHalted: no healthy state is left.
+            number: of the step as the loop counts, for the report of a damaged snapshot.
         """
-        tree = self._intact(self.before_trouble(), number, "healthy")
+        tree = self.newest_intact(self.before_trouble(), step=number)
+        if tree is None:
+            return None
         # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
         plan = self._policy.begin_rollback(step, step)
         read = step + self._passed - self._beside[tree["step"]].read
@@ -188,22 +187,16 @@ class LoopStates(KeptStates, NoStates):
         self._passed += plan.skip_batches
         return WentBack(tree["step"], plan.skip_batches + (0 if self._loader is None else read))
 
-    def put_back(self, number: int) -> WentBack:
-        """Restores the newest intact state, because memory or arithmetic failed since. No batches are passed over.
+    def put_back(self, number: int) -> WentBack | None:
+        """Restores the newest intact state, because memory or arithmetic failed since; returns None if none is left.
 
-        Raises:
-            TrainingHalted: no intact state is left.
+        No batches are passed over. With a loader, those since that state are read again.
         """
-        tree = self._intact(max(self._policy.states.steps, default=None), number, "intact")
+        tree = self.newest_intact(max(self._policy.states.steps, default=None), step=number)
+        if tree is None:
+            return None
         self._put_in_place(tree)
         return WentBack(tree["step"], 0)
-
-    def _intact(self, target: int | None, number: int, wanted: str) -> Tree:
-        """Returns the newest intact snapshot of at most `target` steps; halts if there is none."""
-        tree = self.newest_intact(target, step=number)
-        if tree is None:
-            raise TrainingHalted(f"step {number}: {self._policy.reason}; no {wanted} state is left to go back to")
-        return tree
 
     def _put_in_place(self, tree: Tree) -> None:
         """Restores a snapshot, except the counts and budgets of the policy; puts the loader back."""

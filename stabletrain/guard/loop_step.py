@@ -27,7 +27,7 @@ class LoopStep(ReadStep):
         self, loop: OwnLoop, begun: BegunStep, reading: Reading, number: int, tracker: NoTracker, incidents: Incidents
     ) -> None:
         super().__init__(
-            reading, number, loop.steps, loop.state, loop.device, loop.policy, loop.parallel, tracker, incidents
+            reading, number, loop.steps, loop.state, loop.device, loop.policy, loop.parallel, tracker, incidents.handler
         )
         self.loop, self.begun, self.incidents = loop, begun, incidents
 
