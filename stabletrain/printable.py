@@ -43,12 +43,12 @@ def say(text: object = "", *, file: Any = None, end: str = "\n", flush: bool = F
     Characters that the stream's encoding lacks are escaped too.
     """
     stream = sys.stdout if file is None else file
-    words = printable(str(text))
+    words = printable(str(text)) + end  # one write: lines of several ranks must not run into one another
     try:
-        print(words, file=stream, end=end, flush=flush)
+        print(words, file=stream, end="", flush=flush)
     except UnicodeEncodeError:
         encoding = getattr(stream, "encoding", None) or "ascii"
-        print(words.encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=flush)
+        print(words.encode(encoding, "backslashreplace").decode(encoding), file=stream, end="", flush=flush)
 
 
 def warn(message: str) -> None:

@@ -52,3 +52,14 @@ def test_no_file_of_the_package_prints_in_another_way():
 def test_repeated_messages_are_logged_less_and_less_often():
     assert [count for count in range(1, 2001) if is_round(count)] == [1, 2, 3, 10, 100, 1000]
     assert is_round(10**6)
+
+
+def test_a_line_is_one_write_so_that_those_of_several_ranks_do_not_run_into_one_another():
+    class Pieces(io.StringIO):
+        def write(self, text):
+            pieces.append(text)
+            return super().write(text)
+
+    pieces = []
+    say("a line", file=Pieces())
+    assert [piece for piece in pieces if piece] == ["a line\n"]
