@@ -176,7 +176,7 @@ def not_finite(door, steps=(DUE,)):
 
 
 def far_off(door):
-    """A model whose loss is far too large in one step, although its logits are normalized: only the trainer sees them."""
+    """A model whose loss is far too large in one step. Its logits, which only the trainer sees, are normalized."""
     door.model.spoil = lambda inputs, output: (output * 1e4).log_softmax(-1) if is_of(inputs, (40,)) else output
 
 
