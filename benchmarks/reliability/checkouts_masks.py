@@ -26,8 +26,9 @@ CLOCK = {
     *("tokens_per_s", "images_per_s", "samples_per_s", "units_per_s", "memory/peak_gb", "peak_memory_gb", "pid"),
     *("_runtime", "_timestamp", "_wandb", "_wandb.runtime"),
     "rolled_back_for",  # a checksum of the mistake, with the line of the package where it was found
+    "settings",  # of an incident: a hash of the configuration, with import paths
 }
-"""JSON keys and CSV columns that hold times, speeds, memory, or process ids."""
+"""JSON keys and CSV columns that hold times, speeds, memory, process ids, or hashes that depend on import paths."""
 
 HEADS = {"tokens/s", "images/s", "samples/s", "units/s", "peak GB", "memory, GB", "time", "seconds"}
 """The same for columns of printed tables and of pages."""

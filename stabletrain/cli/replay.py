@@ -32,6 +32,7 @@ from stabletrain.config.recorded import Group
 from stabletrain.config.rules import CHOSEN_PARTS
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 from stabletrain.forensics import saved_step as files
+from stabletrain.forensics.facts import Outcome
 from stabletrain.forensics.incident_list import read
 from stabletrain.forensics.repro import load_repro
 from stabletrain.forensics.subject import StepSubject
@@ -171,8 +172,7 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
     if options.precision.node.get("init_scale") != recorded.precision.get("init_scale"):
         repro = replace(repro, loss_scale=float(tools.precision.loss_scale()))
     outcome = StepSubject(repro).replay("same")
-    if outcome.not_run:
-        raise StabletrainError(f"{folder}: the step cannot be replayed: {outcome.not_run}")
+    require_run(folder, outcome)
     known = files.read(folder)[files.STATE]["parameters"]
     fresh = [name for name, _ in model.named_parameters() if name not in known]
     diagnosis = diagnosis_of(folder)
@@ -180,6 +180,12 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
     return ReplayReport(
         repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure, repro.part
     )
+
+
+def require_run(folder: Path, outcome: Outcome) -> None:
+    """Raises StabletrainError if a step was not run."""
+    if outcome.not_run:
+        raise StabletrainError(f"{folder}: the step cannot be replayed: {outcome.not_run}")
 
 
 class Recorded(TypedDict):
@@ -239,6 +245,7 @@ def replay_of_loop(folder: Path, overrides: Sequence[str]) -> ReplayReport:
             "and replay it again"
         )
     found = replay_loop_step(folder)
+    require_run(folder, found.outcome)
     return ReplayReport(found.reading, found.outcome, (), (), False, diagnosis_of(folder), found.changed)
 
 

@@ -6,12 +6,16 @@ without importing torch.
 | file | |
 |---|---|
 | handler | investigates incidents within a time budget and writes their folders |
-| distributed_handler, agreement | the same on several ranks: they agree after every part, and one writes the folder |
+| distributed_handler | the same on several ranks, of which one writes the folder |
+| agreement | how ranks agree after every part, and serve each other's requests |
 | investigate | gathers the evidence of one incident, on copies |
 | subject | the step under investigation: how to run it again, and the questions about it |
-| repro | everything needed to replay a step, in memory and on disk |
+| facts | plain results: of a replay, of the search for samples, of a damaged tensor |
+| rerun | running a step again, of `train.py` or of a user's own loop: the variants, the outcome, true fp32 |
+| repro, model_copy | everything needed to replay a step of `train.py`, and copies of its model |
+| replay | replays a step of `train.py`, unchanged or with one thing changed |
+| saved_step | the files of a step |
 | user_code | hashes of the user's source files that the step runs through |
-| replay | replays the step, unchanged or with one thing changed |
 | probes/samples, state | finds bad samples of the batch, and corrupt weights and moments |
 | probes/attention_scores | finds the largest attention logit |
 | probes/underflow | finds gradients that underflow to 0 in fp16 |

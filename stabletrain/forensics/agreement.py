@@ -3,6 +3,8 @@
 A part runs on each rank by itself. Afterwards all ranks exchange whether it raised. If it raised on any of them,
 `NotInvestigated` is raised on all, with that rank's error. A rank must therefore never leave a part while others wait
 for it, and must exchange exactly as often as they do.
+
+What only some ranks need, but all must do together, is a request (`SharedRequests`).
 """
 
 from collections.abc import Callable, Mapping

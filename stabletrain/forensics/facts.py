@@ -6,7 +6,7 @@ They hold numbers and names only, so that probes, diagnosis and both kinds of su
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stabletrain.records import RankPart, Reading
@@ -113,21 +113,24 @@ class LargestInput:
     elsewhere: float
 
 
-def compare(loss: float, norm: float, reading: Reading | None, part: RankPart | None, comparable: bool) -> bool | None:
-    """Compares an unchanged replay with the step; see `Outcome.bitwise_equal_to_reading`.
+def compared(outcome: Outcome, reading: Reading | None, part: RankPart | None, comparable: bool) -> Outcome:
+    """Returns the outcome of an unchanged replay, compared with the step; see `Outcome.bitwise_equal_to_reading`.
 
     Args:
-        loss, norm: of the replay.
         reading: the step's; None if unknown.
         part: this rank's own part of the step; None in a single process.
         comparable: whether the bits must be equal.
     """
+    loss, norm = outcome.loss, outcome.grad_norm
+    if loss is None or norm is None:
+        return outcome
+    equal = None
     if part is not None:
         agrees = nearly_equal(loss, part.loss) and (part.grad_norm is None or nearly_equal(norm, part.grad_norm))
-        return None if agrees else False
-    if reading is None or not comparable:
-        return None
-    return same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm)
+        equal = None if agrees else False
+    elif reading is not None and comparable:
+        equal = same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm)
+    return replace(outcome, bitwise_equal_to_reading=equal)
 
 
 def nearly_equal(a: float, b: float) -> bool:

@@ -17,7 +17,7 @@ from stabletrain.forensics.agreement import Requests
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence
-from stabletrain.forensics.facts import Culprits, LargestInput, Outcome, compare
+from stabletrain.forensics.facts import Culprits, LargestInput, Outcome, compared
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
 from stabletrain.forensics.probes.samples import Bisection, bad_samples, find_by_bisection, identity_of
@@ -121,15 +121,12 @@ class Subject:
 
     def replay(self, variant: str) -> Outcome:
         """Runs the step again as one of `VARIANTS`. Never raises: the outcome says why it was not run."""
-        return self.compared(variant, outcome_of(lambda: self.run(variant), self.deadline))
+        outcome = outcome_of(lambda: self.run(variant), self.deadline)
+        return self.compared(outcome) if variant == "same" else outcome
 
-    def compared(self, variant: str, outcome: Outcome) -> Outcome:
-        """Returns the outcome, compared with the step if nothing was changed."""
-        if variant != "same" or outcome.loss is None or outcome.grad_norm is None:
-            return outcome
-        part = None if self.applied else self.part
-        equal = compare(outcome.loss, outcome.grad_norm, self.reading, part, self.comparable)
-        return replace(outcome, bitwise_equal_to_reading=equal)
+    def compared(self, outcome: Outcome) -> Outcome:
+        """Returns the outcome of an unchanged replay, compared with the step."""
+        return compared(outcome, self.reading, None if self.applied else self.part, self.comparable)
 
     def trace(self, variant: str) -> Trace:
         """Runs the step again as one of `VARIANTS`, and records every operation."""
@@ -253,7 +250,7 @@ class StepSubject(Subject):
         if not runs_compiled(self.repro, variant):
             return super().replay(variant)
         copy = self._compiled_copy
-        outcome = self.compared(variant, outcome_of(lambda: copy.inputs_of(self.repro).run(), self.deadline))
+        outcome = self.compared(outcome_of(lambda: copy.inputs_of(self.repro).run(), self.deadline))
         # Only a step that came out differently is replayed once more: on the same copy, which is compiled by then.
         if self._replayed or outcome.bitwise_equal_to_reading is not False:
             copy.drop()

@@ -9,9 +9,9 @@ variable of their module. Then the weights are saved as well. Otherwise `why_not
 """
 
 import importlib.machinery
+import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,8 @@ from stabletrain.buffers import buffers_of
 from stabletrain.checkpoint.tree import flatten, map_tensors, unflatten
 from stabletrain.errors import ConfigError
 from stabletrain.forensics import saved_step as files
-from stabletrain.forensics.facts import Outcome, compare
+from stabletrain.forensics.facts import Outcome, compared
+from stabletrain.forensics.rerun import outcome_of
 from stabletrain.forensics.user_code import hash_of
 from stabletrain.guard.micro_batch import MicroBatch, named_tensors
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun
@@ -176,11 +177,8 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
     begun = BegunStep(generators_of(kept["generators"], device), buffers_of(model).save(), micro_batches)
     parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = precision_of_loop(saved["precision"] or None, device)
-    began = time.monotonic()
-    found = Rerun(model, outer, parameters, chosen, begun, saved["loss_scale"]).run()
-    equal = compare(found.loss, found.grad_norm, reading, None, saved["comparable"])
-    finite = bool(torch.isfinite(torch.tensor([found.loss, found.grad_norm])).all())
-    outcome = Outcome(finite, found.loss, found.grad_norm, equal, None, time.monotonic() - began)
+    rerun = Rerun(model, outer, parameters, chosen, begun, saved["loss_scale"])
+    outcome = compared(outcome_of(rerun.run, math.inf), reading, None, saved["comparable"])
     known = {record["file"]: record["sha256"] for record in records}
     return ReplayedStep(reading, outcome, [file for file, digest in known.items() if hash_of(file) != digest])
 

@@ -49,7 +49,8 @@ class WholeWeights:
             return
         for module in self._model.modules():
             if is_sharded(module):
-                module.reshard()  # ty: ignore[not-callable]  a forward pass alone may have left the root's parameters whole
+                # A forward pass alone may have left the root's parameters whole.
+                module.reshard()  # ty: ignore[not-callable]
         with torch.no_grad():
             for formats, parameter in self._parameters():
                 whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # ty: ignore[not-callable]
@@ -65,13 +66,12 @@ class WholeWeights:
         """
         if self.why_not:
             raise NotPossible(self.why_not)
-        undo = contextlib.ExitStack()
-        with undo:
+        with contextlib.ExitStack() as undo:
             for formats, module in with_formats(self._model):
-                for name, shard in module._parameters.items():
+                for name, shard in [*module._parameters.items()]:
                     if shard is not None:
-                        undo.callback(module._parameters.__setitem__, name, shard)
-                        module._parameters[name] = self._whole[id(shard)]
+                        undo.callback(setattr, module, name, shard)
+                        setattr(module, name, self._whole[id(shard)])  # an RNN notices it, and replaces its copies
                 for hooks, instead in hooks_without_communication(module, formats):
                     for key, hook in [*hooks.items()]:
                         if is_of_fsdp(hook):

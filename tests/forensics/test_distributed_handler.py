@@ -22,6 +22,7 @@ from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.investigate import Findings, IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.subject import StepSubject
+from stabletrain.guard.in_code import for_any_loop
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import WholeState
 from stabletrain.records import RankPart
@@ -95,6 +96,15 @@ def test_if_every_part_was_normal_the_sum_over_the_ranks_is_to_blame(repro):
         found = found_between_ranks(StepSubject(repro), Findings(evidence, diagnose(evidence), 0.0, []))
         assert found.diagnosis.cause == "hardware_fault"
         assert "network" in found.diagnosis.fix[0]
+
+
+def test_a_fault_between_the_ranks_is_explained_in_the_words_of_the_subject(repro):
+    class InALoop(StepSubject):
+        def diagnose(self, evidence):
+            return for_any_loop(super().diagnose(evidence))
+
+    found = found_between_ranks(InALoop(repro), Findings(BROKEN, diagnose(BROKEN), 0.0, []))
+    assert found.diagnosis.fix[0].startswith("check that the closure")
 
 
 def test_a_step_that_was_skipped_for_its_inputs_or_only_investigated_was_not_bad():

@@ -189,6 +189,20 @@ def test_the_fp32_replay_supports_fp32_modules_and_restores_the_tf32_switches(tm
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
 
 
+def test_the_fp32_replay_turns_off_autocast_that_the_model_itself_enters(tmp_path):
+    job, seen = made(tmp_path, *GPT, "precision=fp32"), []
+
+    def narrow(module, inputs, output):
+        with torch.autocast("cpu", torch.bfloat16):
+            seen.append((module.weight @ module.weight.T).dtype)
+
+    job.state.model.head.register_forward_hook(narrow)
+    repro = repro_of(job, job.data.batches.get(0))
+    assert replay(repro, "same").finite
+    assert replay(repro, "fp32").finite
+    assert seen == [torch.bfloat16, torch.float32]
+
+
 def test_the_variants_use_another_batch_and_an_older_state(tmp_path):
     job = made(tmp_path / "run", *GPT, "precision=fp32")
     steps = recorded(job, 5)
