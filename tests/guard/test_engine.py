@@ -1,6 +1,7 @@
 """The engine on a step that is made up: what a verdict becomes, and what is explained, recorded and said."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ from stabletrain.records import TrainState, Verdict
 from tests.trainer.given import CPU, Handler, Recorder, reading
 
 NAN = {"applied": False, "loss": math.nan}
+SPIKE = {"applied": False, "loss": 40.0}
+BAD_DATA = {"applied": False, "bad_data": True}
 WRONG = {"applied": False, "recheck": 0.5}
 WRONG_UPDATE = {"recheck_update": 0.5}
 BAD_UPDATE_OF = {"applied": False, "bad_update": True}
@@ -88,8 +91,29 @@ class MadeUp(ReadStep):
         return [(kind, step, fields) for kind, step, fields in self.tracker.events if kind in wanted or not wanted]
 
 
+class Held:
+    """Steps from number 7 on with these numbers, one after the other, all of them held.
+
+    Attributes:
+        kinds: what was investigated.
+    """
+
+    def __init__(self, *rows, guard=None, files=True):
+        self.guard, self.tracker, self.handler = guard or SkipGuard(max_consecutive=4), Recorder(), Handler()
+        self.kinds = []
+        for number, row in enumerate(rows, 7):
+            step = MadeUp(self.guard, number=number, handler=self.handler, **row)
+            step.tracker, step.tick, step.kinds = self.tracker, number + 100, self.kinds
+            step.files = filed() if files is True else files
+            explain_held(step, self.guard.judge(step.reading))
+
+    def events(self, kind):
+        return [(step, fields) for each, step, fields in self.tracker.events if each == kind]
+
+
 def filed(**known):
-    return IncidentSummary(None, "lr_too_high", "too high", ["lower it"], ["what", "fix: lower it"], **known)
+    path = Path("incidents/step-7-01")
+    return IncidentSummary(path, "lr_too_high", "too high", ["lower it"], ["what", "fix: lower it"], **known)
 
 
 def compared(guard, part, third, agreed=0):
@@ -151,28 +175,81 @@ def test_too_little_memory_for_a_repetition_is_said_once_and_ends_repetitions():
 # ---- explain
 
 
-def test_a_new_incident_is_recorded_shown_and_sent_and_a_known_one_is_not():
-    step = MadeUp(SkipGuard(), number=70)
-    step.files = filed()
-    assert explain(step, "spike") is step.files
-    found = {"cause": "lr_too_high", "verdict": "too high", "fix": ["lower it"], "path": None}
-    assert step.tracker.events == [("incident", 70, {"tick": 107, "kind": "spike", **found})]
-    assert step.tracker.notes == ["what", "fix: lower it"]
-    assert step.tracker.alerts == [("incident: lr_too_high", "what\nfix: lower it")]
-    again = MadeUp(SkipGuard())
-    again.files = filed(known=True)
-    assert explain(again, "spike") is again.files
-    assert (again.tracker.events, again.tracker.notes, again.tracker.alerts) == ([], [], [])
+def test_a_skipped_step_is_recorded_with_its_numbers():
+    ((step, fields),) = Held(NAN).events("skip")
+    assert step == 7
+    assert math.isnan(fields.pop("loss"))
+    assert fields == {"kind": "nonfinite", "reason": "loss is nan", "tick": 107, "grad_norm": 0.5, "loss_scale": 1.0}
 
 
-def test_what_cannot_be_investigated_is_one_line_and_the_verdict_stays():
-    step = MadeUp(SkipGuard(), number=70, **NAN)
-    step.files = NotInvestigated("no memory")
-    assert settle(step) is Verdict.SKIP
-    assert step.events("not_investigated") == [
-        ("not_investigated", 70, {"tick": 107, "kind": "nonfinite", "reason": "no memory"})
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (NAN, "nonfinite"),
+        (SPIKE, "spike"),
+        (BAD_DATA, "bad_data"),
+        *(({**BAD_DATA, name: math.inf}, "nonfinite") for name in ("loss", "grad_norm", "buffers")),
+    ],
+    ids=["nan", "spike", "bad data", "bad data and loss", "bad data and gradient", "bad data and buffers"],
+)
+def test_the_first_of_several_in_a_row_is_investigated(row, kind):
+    held = Held(row, row, row)
+    assert held.kinds == [kind]
+    assert [step for step, _ in held.events("incident")] == [7]
+    assert [step for step, _ in held.events("skip")] == [7, 8, 9]
+    assert held.handler.newest == held.guard.kind
+
+
+def test_an_overflow_that_calibrates_the_loss_scale_is_recorded_only():
+    overflow = {"applied": False, "overflow": True, "loss_scale": 1024.0}
+    held = Held(overflow, overflow, guard=NoGuard())
+    assert len(held.events("skip")) == 2
+    assert (held.kinds, held.tracker.notes) == ([], [])
+
+
+@pytest.mark.parametrize(("last", "investigated"), [(NAN, ["spike", "nonfinite"]), (SPIKE, ["spike"])])
+def test_the_step_that_ends_the_run_is_investigated_if_its_reason_is_another(last, investigated):
+    assert Held(SPIKE, SPIKE, SPIKE, last).kinds == investigated
+
+
+def test_what_is_not_investigated_is_mentioned_with_its_number():
+    held = Held(NAN, NAN, files=None)
+    assert held.tracker.notes == [
+        "step 7: loss is nan; update skipped (nonfinite, number 1)",
+        "step 8: loss is nan; update skipped (nonfinite, number 2)",
     ]
-    assert step.tracker.notes[0] == "step 70: this incident is not investigated: no memory"
+    assert held.handler.newest == ""
+
+
+def test_the_halt_is_reported_elsewhere():
+    assert Held(NAN, guard=SkipGuard(max_consecutive=1), files=None).tracker.notes == []
+
+
+def test_a_filed_incident_is_recorded_shown_and_sent():
+    held = Held(NAN)
+    found = {"cause": "lr_too_high", "verdict": "too high", "fix": ["lower it"], "path": "incidents/step-7-01"}
+    assert held.events("incident") == [(7, {"tick": 107, "kind": "nonfinite", **found})]
+    assert held.tracker.notes == ["what", "fix: lower it"]
+    assert held.tracker.alerts == [("incident: lr_too_high", "what\nfix: lower it")]
+
+
+def test_an_incident_that_cannot_be_investigated_is_one_line_and_the_step_is_skipped_as_before():
+    held = Held(NAN, files=NotInvestigated("rank 1: no memory"))
+    assert held.tracker.notes == [
+        "step 7: this incident is not investigated: rank 1: no memory",
+        "step 7: loss is nan; update skipped (nonfinite, number 1)",
+    ]
+    expected = (7, {"tick": 107, "kind": "nonfinite", "reason": "rank 1: no memory"})
+    assert held.events("not_investigated") == [expected]
+    assert not held.events("incident")
+    assert held.handler.newest == ""
+
+
+def test_a_known_incident_is_not_shown_again():
+    step = MadeUp(SkipGuard())
+    step.files = filed(known=True)
+    assert explain(step, "spike") is step.files
+    assert (step.tracker.events, step.tracker.notes, step.tracker.alerts) == ([], [], [])
 
 
 @pytest.mark.parametrize(("known", "newest"), [(False, "nonfinite"), (True, "")])
@@ -185,7 +262,7 @@ def test_the_newest_incident_is_remembered_if_it_is_new(known, newest):
 
 
 def test_bad_samples_are_named():
-    step = MadeUp(SkipGuard(), applied=False, bad_data=True)
+    step = MadeUp(SkipGuard(), **BAD_DATA)
     step.bad = [{"index": 2, "id": 2, "fault": "label", "what": "label 9 is out of range"}]
     settle(step)
     ((_, _, fields),) = step.events("skip")
@@ -232,7 +309,7 @@ def test_any_other_step_is_not(why):
     if why == "second in a row":
         settle(MadeUp(guard, **NAN))
     if why == "bad data":
-        numbers = {"applied": False, "bad_data": True}
+        numbers = BAD_DATA
     step = MadeUp(guard, **numbers)
     step.differs, step.repeats = why != "the same again", why != "cannot be repeated"
     assert settle(step) is Verdict.SKIP
@@ -382,10 +459,3 @@ def test_each_alarm_is_recorded_shown_and_sent():
     ]
     assert tracker.notes == ["step 12: many skips", "step 12: rises"]
     assert tracker.alerts == [("skips", "step 12: many skips"), ("slow", "step 12: rises")]
-
-
-def test_a_policy_that_is_off_says_nothing_of_an_overflow():
-    step = MadeUp(NoGuard(), applied=False, overflow=True)
-    verdict = explain_held(step, step.guard.judge(step.reading))
-    assert verdict is not Verdict.RESTORE
-    assert ([kind for kind, *_ in step.tracker.events], step.tracker.notes, step.kinds) == (["skip"], [], [])
