@@ -6,7 +6,7 @@ reordering a model would silently assign the wrong moments.
 
 import copy
 from collections.abc import Mapping
-from itertools import zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -139,7 +139,9 @@ def _capture_optimizer(state: TrainState) -> Tree:
 
 def _restore_optimizer(tree: Tree, state: TrainState) -> None:
     names, optimizer = _names(state), state.optimizer
-    given = zip_longest(state.options, tree.get("options", ()), fillvalue={})  # older checkpoints have none
+    # Older checkpoints have no options, and neither have groups that a user's own loop added later.
+    known = zip_longest(state.options, tree.get("options", ()), fillvalue={})
+    given = chain(known, repeat(({}, {})))
     for group, saved, (now, then) in zip(optimizer.param_groups, tree["param_groups"], given, strict=False):
         # The optimizer's arguments (betas, weight decay ...) come from the configuration of the resumed run. An
         # argument that was given the same now as then is restored: where it differs, the optimizer counts in it.

@@ -146,7 +146,8 @@ class AttachedGuard(LoopGuard):
             loss: returned by the loop's own closure; None if it has none.
         """
         loop, recorder = self._loop, self._recorder
-        loop.trained.find()
+        if loop.trained.find():
+            loop.state_replaced()
         found = gradients(loop.parameters)
         recorded, seen, begun = recorder.recorded, recorder.seen_loss(), recorder.take()
         if not found and not loop.policy.update_check.why(loop.optimizer):

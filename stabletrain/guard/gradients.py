@@ -43,6 +43,11 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     return found
 
 
+def held_by(optimizer: Optimizer) -> list[list[int]]:
+    """Returns the `id` of each parameter that an optimizer holds, by group."""
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 class TrainedParameters:
     """The parameters that the optimizer updates, although a loop may add some or replace some.
 
@@ -56,14 +61,15 @@ class TrainedParameters:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self.found = trained_parameters(model, optimizer)
-        self._ids, self._without_gradient = set[int](), 0
+        self._groups, self._without_gradient = held_by(optimizer), 0
         self._first_ids = {id(parameter) for parameter in model.parameters()}
 
-    def find(self) -> None:
-        """Finds them again, if the optimizer holds others than before."""
-        ids = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        if ids != self._ids:
-            self.found, self._ids = trained_parameters(self._model, self._optimizer), ids
+    def find(self) -> bool:
+        """Finds them again, if the optimizer holds others than before; returns whether it does."""
+        if (groups := held_by(self._optimizer)) == self._groups:
+            return False
+        self.found, self._groups = trained_parameters(self._model, self._optimizer), groups
+        return True
 
     def replaced(self) -> list[str]:
         """Returns parameters that the loop put in the place of trained ones, once: the optimizer never updates them."""
@@ -74,7 +80,7 @@ class TrainedParameters:
         present = {id(parameter) for parameter in self._model.parameters()}
         if all(id(parameter) in present for parameter in self.found):
             return []
-        named, known = self._model.named_parameters(), self._ids | self._first_ids
+        named, known = self._model.named_parameters(), self._first_ids.union(*self._groups)
         return [name for name, each in named if each.requires_grad and id(each) not in known]
 
 

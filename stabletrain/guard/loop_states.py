@@ -115,16 +115,10 @@ class LoopStates(KeptStates, NoStates):
         self.lengths = []
         self._policy, self._loader, self._chosen = policy, loader, False
         self._beside: dict[int, BesideSnapshot] = {}  # by step
-        self._passed, self._first, self._groups = 0, -1, len(optimizer.param_groups)
+        self._passed, self._first = 0, -1
 
     def before_first_update(self, step: int) -> None:
-        """Takes the first snapshot, before the first judged step, and a new one if the parameter groups changed.
-
-        `step` is the number of steps done.
-        """
-        if self._groups != (groups := len(self.state.optimizer.param_groups)):
-            self._groups = groups
-            self._policy.states.forget()
+        """Takes the first snapshot, before the first judged step; `step` is the number of steps done."""
         if not self._policy.states.steps:
             # The loop has already read this step's batch, which the loader's position includes.
             self._first = step

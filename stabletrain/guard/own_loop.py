@@ -125,9 +125,8 @@ class OwnLoop:
     def begin(self) -> BegunStep:
         """Begins a step: drops the old gradients, and records the state that forward and backward change."""
         # The loop may have loaded a checkpoint or added parameters since the last step.
-        if self.loads.noticed:
+        if self.trained.find() or self.loads.noticed:
             self.state_replaced()
-        self.trained.find()
         # Note what is not finite from the start, so that no step is blamed for it.
         if not self._start_noted:
             note_start(self.model, self.optimizer)
@@ -279,7 +278,11 @@ class OwnLoop:
             self.precision.unscaled_again()
             return self.apply(begun, reading._replace(applied=True, bad_update=False))
         self.policy.recheck.forget()  # its comparison is of the first try
-        first, second = self._compute_again(begun), self._compute_again(begun)
+        try:
+            first, second = self._compute_again(begun), self._compute_again(begun)
+        except BaseException:  # the step is given up, as when its first forward pass raises an error
+            begun.buffers.put_back()
+            raise
         differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self.device)
         loss = sum(begun.losses[1:], begun.losses[0])
         return self.apply(begun, self.read(reading.step, loss, recheck=differs))

@@ -35,10 +35,10 @@ def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
         `OUT_OF_MEMORY` if memory did not suffice.
     """
     recheck.forget()
+    device, first = rerun.begun.generators.device, [parameter.grad for parameter in rerun.parameters]
+    recheck.exact = repeats_exactly(rerun.model, device)  # the repetition of the update reads it too
     if not repeatable(rerun):
         return 0.0
-    device, first = rerun.begun.generators.device, [parameter.grad for parameter in rerun.parameters]
-    recheck.exact = repeats_exactly(rerun.model, device)
     again = within_memory(rerun.run)
     pairs = [] if again is None else [*zip(names(rerun), first, again.gradients, strict=True)]
     compared = within_memory(lambda: compare(pairs, device)) if pairs else None

@@ -198,6 +198,25 @@ def test_a_spike_is_withheld_too(tmp_path):
     assert guard.skips["spike"] == 1
 
 
+@pytest.mark.parametrize("max_incidents", [0, 10])
+def test_an_update_that_is_not_finite_once_is_undone_explained_and_taken_again(tmp_path, max_incidents):
+    loop, clean = (Loop(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)) for _ in range(2))
+    updates = []
+    guard = Guard.attach(loop.model, loop.optimizer, folder=tmp_path, max_incidents=max_incidents)
+
+    def spoil(*_):
+        updates.append(True)
+        if len(updates) == 3:
+            loop.model[4].weight.data[1, 1] = math.nan
+
+    loop.optimizer.register_step_post_hook(spoil)
+    data = batches(5)
+    assert loop.run(data) == clean.run(data)
+    assert same(bits(loop.model, loop.optimizer), bits(clean.model, clean.optimizer))
+    assert (guard.skipped, guard.machine_faults, guard.last.applied) == (0, 1, True)
+    assert [each.cause for each in guard.incidents] == ["hardware_fault"] * bool(max_incidents)
+
+
 def test_what_the_loop_does_itself_is_refused(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

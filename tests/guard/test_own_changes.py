@@ -142,3 +142,28 @@ def test_a_setting_of_nan_is_held_back_and_named(tmp_path, key):
     [incident] = guard.incidents
     assert incident.cause == "bad_setting"
     assert key in incident.verdict
+
+
+@pytest.mark.parametrize("rollback", [False, True])
+def test_parameters_that_are_added_are_no_memory_fault_and_are_checked_too(tmp_path, rollback):
+    model, optimizer, guard = loop(tmp_path, rollback=rollback)
+
+    def steps(count):
+        for number in range(count):
+            guard.step(lambda x: model(x).square().mean(), batch=batch(number))
+
+    steps(3)
+    model.append(nn.Linear(1, 1))
+    optimizer.add_param_group({"params": [*model[3].parameters()]})
+    steps(3)
+    assert (guard.skipped, guard.machine_faults) == (0, 0)
+    with torch.no_grad():
+        model[3].weight += 1e-3
+    if rollback:
+        steps(1)
+        assert (guard.skips["state"], guard.machine_faults) == (1, 1)
+        steps(1)
+        assert guard.last.applied, "the state that was put back has the new weights"
+    else:
+        with pytest.raises(TrainingHalted, match="not what the last update left"):
+            steps(1)

@@ -1,4 +1,4 @@
-"""`Guard(recheck_every=...)`: gradients that come out differently a second time are a fault of the machine."""
+"""`Guard(recheck_every=...)`: a gradient or update that comes out differently a second time is a machine's fault."""
 
 import json
 import logging
@@ -7,7 +7,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.guard import repeat as guard_repeat
+from stabletrain.guard.checks import recheck
+from stabletrain.guard.checks.recheck import LEARNING_REPEATS
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy import RollbackGuard
 from tests.guard.given import Loop, batches, network, same
@@ -194,3 +197,135 @@ def test_a_third_computation_that_fails_does_not_end_the_loop(tmp_path, known):
         record = json.loads((incident.path / "diagnosis.json").read_text())
         assert "there was no third computation" in record["evidence"]
     assert loop.guard.skips["recheck"] == (not known)
+
+
+# ---- the update of one tensor
+
+
+def wrongly_updated(folder, at=6, steps=10, **options):
+    """Steps of which one updates one tensor wrongly, once: that whose turn it is in step 6 of `recheck_every=3`.
+
+    Returns the loop, and its bits after each step.
+    """
+    usual = {"policy": RollbackGuard(snapshot_every=2, healthy_after=1), "recheck_every": 3}
+    loop = Loop(folder, **usual | options)
+    update, done, after = loop.optimizer.step, [], [loop.bits()]
+
+    def wrongly():
+        update()
+        done.append(True)
+        if len(done) == at:
+            weight = [*loop.model.parameters()][2]  # the turn after those of steps 0 and 3
+            weight.data.mul_(1.5)
+
+    loop.optimizer.step = wrongly
+    for number, batch in enumerate(batches(steps)):
+        torch.manual_seed(number)
+        loop.guard.step(loop.loss, batch=batch)
+        after.append(loop.bits())
+    return loop, after
+
+
+def test_an_update_that_was_wrong_once_is_named_and_the_newest_intact_state_is_put_back(tmp_path):
+    loop, after = wrongly_updated(tmp_path)
+    assert same(after[6], after[4]), "the newest snapshot"
+    assert loop.guard.machine_faults == 1
+    (found,) = loop.guard.incidents
+    assert found.cause == "hardware_fault"
+    record = json.loads((found.path / "diagnosis.json").read_text())
+    assert (record["kind"], record["step"]) == ("recheck", 6)
+    assert "the optimizer's update" in record["verdict"]
+    assert "1.weight" in record["verdict"]
+    assert "a third computation equals the second: the first was wrong" in record["evidence"]
+
+
+def test_only_the_tensor_whose_turn_it_is_and_only_in_a_step_that_is_due_is_repeated(tmp_path):
+    for options in ({"at": 5}, {"recheck_every": 2}):  # the third turn is another tensor's
+        loop, _ = wrongly_updated(tmp_path, **options)
+        assert loop.guard.machine_faults == 0
+
+
+def test_without_snapshots_a_wrong_update_halts_the_loop(tmp_path):
+    with pytest.raises(TrainingHalted, match="step 6: the optimizer's update came out differently"):
+        wrongly_updated(tmp_path, policy=None)
+
+
+def test_an_update_is_repeated_although_the_closure_takes_no_batch(tmp_path):
+    loop = Loop(tmp_path, recheck_every=1)
+    for x, y in batches(5):
+        loop.guard.step(lambda x=x, y=y: loop.loss(x, y))
+    assert [loop.guard._loop.policy.recheck.agreed(part) for part in ("gradient", "update")] == [0, 5]
+
+
+# ---- where bits may differ
+
+
+@pytest.fixture
+def inexact(monkeypatch):
+    """A machine that adds in any order, as a card does by default."""
+    for module in (recheck, guard_repeat):
+        monkeypatch.setattr(module, "repeats_exactly", lambda *_: False)
+
+
+def rounding(loop, at=None, factor=1.5):
+    """A closure that rounds otherwise each time; in one step, counted from 0, its first run is far off."""
+    calls = {}
+
+    def closure(x, y):
+        step = loop.guard._loop.steps
+        calls[step] = calls.get(step, 0) + 1
+        off = factor if (step, calls[step]) == (at, 1) else 1.0
+        return loop.loss(x, y) * off * (1 + 1e-6 * (sum(calls.values()) % 3))
+
+    return closure
+
+
+def test_a_limit_is_learnt_and_a_gradient_beyond_it_is_a_fault(tmp_path, inexact):
+    loop = Loop(tmp_path, recheck_every=1)
+    closure, steps = rounding(loop, at=LEARNING_REPEATS + 1), LEARNING_REPEATS + 3
+    for number, batch in enumerate(batches(steps)):
+        loop.guard.step(closure, batch=batch)
+        bound = loop.guard._loop.policy.recheck.bounds["gradient"]
+        assert bound.learnt == min(number + 1, LEARNING_REPEATS)
+    (found,) = loop.guard.incidents
+    record = json.loads((found.path / "diagnosis.json").read_text())
+    assert (record["kind"], record["cause"], record["step"]) == ("recheck", "hardware_fault", LEARNING_REPEATS + 2)
+    assert "is usual on this machine" in " ".join(record["evidence"])
+
+
+def test_until_then_no_finite_difference_is_a_fault(tmp_path, inexact):
+    loop = Loop(tmp_path, recheck_every=1)
+    closure = rounding(loop, at=LEARNING_REPEATS - 2)
+    for batch in batches(LEARNING_REPEATS + 2):
+        loop.guard.step(closure, batch=batch)
+    assert (loop.guard.skipped, loop.guard.machine_faults, loop.guard.incidents) == (0, 0, [])
+
+
+def test_an_update_may_differ_there_too_although_the_closure_takes_no_batch(tmp_path, inexact):
+    loop = Loop(tmp_path, recheck_every=1)
+    x, y = batches(1)[0]
+    loop.guard.step(lambda: loop.loss(x, y))
+    assert loop.guard._loop.policy.recheck.exact is False
+
+
+# ---- a step that is taken again
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_an_error_of_a_step_that_is_taken_again_leaves_everything_as_before_it(tmp_path, error):
+    loop, calls = Loop(tmp_path, recheck_every=2), []
+    loop.run(batches(3))
+    before = loop.bits()
+
+    def closure(x, y):
+        calls.append(True)
+        if len(calls) == 4:  # the step, its repetition, the third, and the step again
+            loop.loss(x, y)
+            raise error
+        return loop.loss(x, y) * (1.5 if len(calls) == 1 else 1.0)
+
+    with pytest.raises(error):
+        loop.guard.step(closure, batch=batches(1)[0])
+    assert same(loop.bits(), before)
+    loop.run(batches(1))
+    assert loop.guard.last.applied

@@ -1,4 +1,4 @@
-"""Which skipped steps are investigated, what is recorded of each, and what an investigation gets."""
+"""What an investigation of a step of the trainer gets, and what is recorded of bad samples."""
 
 import math
 from dataclasses import replace
@@ -6,36 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.guard.engine import explain, explain_held
-from stabletrain.guard.policy import NoGuard, SkipGuard
+from stabletrain.guard.policy import SkipGuard
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Transform
 from stabletrain.stability import precision as precisions
 from stabletrain.trainer.incidents import UNUSED_BATCHES, StepOfRun, make_repro
 from stabletrain.trainer.loop import run_monitors
-from tests.trainer.given import CPU, Handler, batch, executed, make_run, reading
+from tests.trainer.given import CPU, batch, executed, make_run, reading
 
 NAN = {"applied": False, "loss": math.nan}
-SPIKE = {"applied": False, "loss": 40.0}
-BAD_DATA = {"applied": False, "bad_data": True}
-OVERFLOW = {"applied": False, "overflow": True, "loss_scale": 1024.0}
 
 
-@pytest.fixture(autouse=True)
-def _computed_again(monkeypatch):
-    """The readings here are made up, so a step that is computed again would come out otherwise."""
-    monkeypatch.setattr("stabletrain.trainer.incidents.differs_when_repeated", lambda *_: False)
-
-
-def skipped(*rows, handler=None, guard=None, data=None):
-    """A run whose steps, from 7 on, were all skipped."""
-    run = make_run(guard=guard or SkipGuard(max_consecutive=4), handler=handler)
-    for step, row in enumerate(rows, 7):
-        numbers = reading(step, **row)
-        run.state.executed_steps = step + 100
-        verdict = run.tools.guard.judge(numbers)
-        explain_held(StepOfRun(run, executed(numbers, data)), verdict)
+def skipped(data):
+    """A run whose step 7 was skipped because of bad data."""
+    run, numbers = make_run(guard=SkipGuard()), reading(7, applied=False, bad_data=True)
+    explain_held(StepOfRun(run, executed(numbers, data)), run.tools.guard.judge(numbers))
     return run
 
 
@@ -43,110 +29,18 @@ def events(run, kind):
     return [(step, fields) for each, step, fields in run.output.tracker.events if each == kind]
 
 
-def test_a_skipped_step_is_recorded_with_its_numbers():
-    run = skipped(NAN)
-    ((step, fields),) = events(run, "skip")
-    assert step == 7
-    assert math.isnan(fields.pop("loss"))
-    assert fields == {
-        "kind": "nonfinite",
-        "reason": "loss is nan",
-        "tick": 107,
-        "grad_norm": 0.5,
-        "loss_scale": 1.0,
-    }
-
-
 def test_bad_data_is_recorded_with_the_samples_that_are_bad():
     data = batch()
     data.targets[2] = 9
-    ((_, fields),) = events(skipped(BAD_DATA, data=data), "skip")
+    ((_, fields),) = events(skipped(data), "skip")
     (sample,) = fields["samples"]
     assert (sample["index"], sample["id"], sample["fault"]) == (2, 2, "label")
     assert "9" in fields["reason"]
 
 
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [
-        (NAN, "nonfinite"),
-        (SPIKE, "spike"),
-        (BAD_DATA, "bad_data"),
-        *(({**BAD_DATA, name: math.inf}, "nonfinite") for name in ("loss", "grad_norm", "buffers")),
-    ],
-    ids=["nan", "spike", "bad data", "bad data and loss", "bad data and gradient", "bad data and buffers"],
-)
-def test_the_first_of_several_in_a_row_is_investigated(row, kind):
-    run = skipped(row, row, row)
-    assert run.forensics.handler.kinds == [kind]
-    assert [step for step, _ in events(run, "incident")] == [7]
-    assert [step for step, _ in events(run, "skip")] == [7, 8, 9]
-    assert run.forensics.handler.newest == run.tools.guard.kind
-
-
-def test_an_overflow_that_calibrates_the_loss_scale_is_recorded_only():
-    run = skipped(OVERFLOW, OVERFLOW, guard=NoGuard())
-    assert len(events(run, "skip")) == 2
-    assert run.forensics.handler.kinds == []
-    assert run.output.tracker.notes == []
-
-
-@pytest.mark.parametrize(("last", "investigated"), [(NAN, ["spike", "nonfinite"]), (SPIKE, ["spike"])])
-def test_the_step_that_ends_the_run_is_investigated_if_its_reason_is_another(last, investigated):
-    assert skipped(SPIKE, SPIKE, SPIKE, last).forensics.handler.kinds == investigated
-
-
-def test_what_is_not_investigated_is_mentioned_with_its_number():
-    run = skipped(NAN, NAN, handler=Handler(files=False))
-    assert run.output.tracker.notes == [
-        "step 7: loss is nan; update skipped (nonfinite, number 1)",
-        "step 8: loss is nan; update skipped (nonfinite, number 2)",
-    ]
-    assert run.forensics.handler.newest == ""
-
-
-def test_the_halt_is_reported_elsewhere():
-    run = skipped(NAN, guard=SkipGuard(max_consecutive=1), handler=Handler(files=False))
-    assert run.output.tracker.notes == []
-
-
-def test_a_filed_incident_is_recorded_shown_and_sent():
-    run = skipped(NAN)
-    tracker = run.output.tracker
-    ((step, fields),) = events(run, "incident")
-    assert step == 7
-    assert fields == {
-        "tick": 107,
-        "kind": "nonfinite",
-        "cause": "lr",
-        "verdict": "too high",
-        "fix": ["lower it"],
-        "path": "incidents/step-7-01",
-    }
-    assert tracker.notes == ["what"]
-    assert tracker.alerts == [("incident: lr", "what")]
-
-
-def test_an_incident_that_cannot_be_investigated_is_one_line_and_the_step_is_skipped_as_before(monkeypatch):
-    def declines(*_, **__):
-        raise NotInvestigated("rank 1: no memory")
-
-    handler = Handler()
-    monkeypatch.setattr(handler, "handle", declines)
-    run = skipped(NAN, handler=handler)
-    assert run.output.tracker.notes == [
-        "step 7: this incident is not investigated: rank 1: no memory",
-        "step 7: loss is nan; update skipped (nonfinite, number 1)",
-    ]
-    ((step, fields),) = events(run, "not_investigated")
-    assert (step, fields) == (7, {"tick": 107, "kind": "nonfinite", "reason": "rank 1: no memory"})
-    assert not events(run, "incident")
-    assert handler.newest == ""
-
-
 def test_samples_that_cannot_be_inspected_do_not_end_the_run(monkeypatch):
     monkeypatch.setattr("stabletrain.trainer.incidents.bad_samples", lambda *_: 1 / 0)
-    run = skipped(BAD_DATA)
+    run = skipped(batch())
     assert [fields["samples"] for _, fields in events(run, "skip")] == [[]]
 
 
@@ -208,7 +102,7 @@ def test_the_state_given_to_an_investigation_is_older_than_the_step():
 
 def test_a_replay_reads_the_batch_as_the_model_read_it():
     """The host's batch may be raw; forensics looks at values, saves them, and mixes samples of two batches."""
-    run, numbers, data = make_run(), reading(7, **BAD_DATA), batch()
+    run, numbers, data = make_run(), reading(7, applied=False, bad_data=True), batch()
     bad = torch.zeros(4, 1)
     bad[2] = math.nan
     raw = replace(data, transform=Transform(lambda inputs, each: inputs + each, bad))
@@ -218,5 +112,5 @@ def test_a_replay_reads_the_batch_as_the_model_read_it():
         assert found.transform is None
         assert torch.equal(found.inputs[3], data.inputs[3])
         assert found.inputs[2].isnan().all()
-    ((_, fields),) = events(skipped(BAD_DATA, data=raw), "skip")
+    ((_, fields),) = events(skipped(raw), "skip")
     assert [each["index"] for each in fields["samples"]] == [2]

@@ -1,14 +1,15 @@
-"""What is logged of a step: metrics only when due, under their names in `metrics.jsonl`; alarms three times."""
+"""What is logged of a step: metrics only when due, under their names in `metrics.jsonl`."""
 
 import pytest
 
+from stabletrain.guard.engine import log_alarms
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.loop import final_metrics
 from stabletrain.trainer.rollback import PendingReplay
 from stabletrain.trainer.saved_states import HealingHistory
-from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step, reading_metrics
+from stabletrain.trainer.step_log import NOTHING, log_step, reading_metrics
 from tests.trainer.given import batch, make_run, reading
 
 
@@ -89,18 +90,6 @@ def test_a_replayed_step_is_not_logged_again():
     log_alarms(run.tracker, 10, [Alarm("skips", "many")])
     tracker = run.output.tracker
     assert (tracker.lines, tracker.shown, tracker.events) == ([], [], [])
-
-
-def test_each_alarm_is_recorded_shown_and_sent():
-    run = make_run()
-    log_alarms(run.tracker, 12, [Alarm("skips", "many skips"), Alarm("clipping", "always clipped")])
-    tracker = run.output.tracker
-    assert tracker.events == [
-        ("alarm", 12, {"kind": "skips", "text": "many skips"}),
-        ("alarm", 12, {"kind": "clipping", "text": "always clipped"}),
-    ]
-    assert tracker.notes == ["step 12: many skips", "step 12: always clipped"]
-    assert tracker.alerts == [("skips", "step 12: many skips"), ("clipping", "step 12: always clipped")]
 
 
 def test_no_two_numbers_of_a_reading_share_a_name():
