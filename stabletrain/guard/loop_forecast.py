@@ -2,7 +2,7 @@
 
 | signal | measured from |
 |---|---|
-| `grad_norm`, `loss`, `loss_scale` | the step's own numbers; the loss is 0 in an attached loop that does not show it |
+| `grad_norm`, `loss`, `loss_scale` | the step's own numbers; the loss is 0 in an attached loop if it is not known |
 | `weights`, `update_ratio` | the weights before and after the update, for each place in the model |
 | `g_over_sqrt_v` | the gradients and Adam's second moments after the update |
 
@@ -49,7 +49,7 @@ class NoLoopForecast(NoForecast):
 class LoopForecast(Forecast, NoLoopForecast):
     """Looks at every `every`-th applied step.
 
-    A look copies the weights until the update is done, and reads three vectors from the device.
+    A look copies the weights until the update is done, and reads two vectors from the device.
 
     Args:
         every: applied steps between two looks, at least 1.
@@ -68,7 +68,7 @@ class LoopForecast(Forecast, NoLoopForecast):
     def measuring(self) -> Generator[None]:
         """A context in which the optimizer's step runs. If a look is due, measures weights and update as monitors do.
 
-        A step that is taken again is measured again.
+        A step that is taken again is measured again. All ranks must enter it: norms of sharded tensors communicate.
         """
         if (self._applied + 1) % self._every:
             yield

@@ -173,7 +173,7 @@ class OwnLoop:
             return reading
         lengths = self.policy.lengths
         before, kept = lengths.before(self.model), self.copies()
-        with self.update(kept):
+        with self.forecast.measuring(), self.update(kept):
             repeat = self._repeat_of_update()
             self.precision.step(self.optimizer)
             difference = repeat.update(methodcaller("step"))
@@ -217,8 +217,7 @@ class OwnLoop:
             group["lr"] = group["lr"] * factor
         self.updating = True  # `check_caller` lets this step pass
         try:
-            with self.forecast.measuring():
-                yield
+            yield
         except BaseException:
             if kept is not None:
                 kept.put_back()

@@ -166,14 +166,25 @@ def test_a_look_has_the_monitors_names_and_only_every_so_many_applied_steps(tmp_
     assert len(measured) == 2
 
 
-def test_updates_as_large_as_the_weights_are_foretold(tmp_path):
+@pytest.mark.parametrize("attached", [False, True])
+def test_updates_as_large_as_the_weights_are_foretold(tmp_path, attached):
     weight = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
-    guard = Guard(weight, optimizer, folder=tmp_path, forecast_every=EVERY, policy=SkipGuard(slow="off"))
+    make = Guard.attach if attached else Guard
+    guard = make(weight, optimizer, folder=tmp_path, forecast_every=EVERY, policy=SkipGuard(slow="off"))
+
+    def loss(sign):
+        """Always 0; the weights go to and fro, further and further."""
+        return ((weight.weight - weight.weight.detach()) * sign).sum()
+
     for step in range(1, 80):
         optimizer.param_groups[0]["lr"] = 2 ** (step / 10) * 1e-3
-        # The loss is always 0; the weights go to and fro, further and further.
-        guard.step(lambda sign: ((weight.weight - weight.weight.detach()) * sign).sum(), (-1) ** step)
+        if attached:
+            optimizer.zero_grad()
+            loss((-1) ** step).backward()
+            optimizer.step()
+        else:
+            guard.step(loss, (-1) ** step)
     told = events(tmp_path)
     assert {event["signal"] for event in told} == {"update_ratio"}
     assert told[0]["text"].startswith("updates over weights of weight ")
