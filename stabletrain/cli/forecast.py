@@ -16,15 +16,12 @@ from stabletrain.comparison.reading.columns import Columns, read_columns
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import is_run, read_run
 from stabletrain.errors import ConfigError
-from stabletrain.forecast.forecast import Forecast
+from stabletrain.forecast.forecast import HORIZON, Forecast
 from stabletrain.forecast.model import fitted
 from stabletrain.forecast.outlook import outlook
 from stabletrain.forecast.prediction import Prediction
 from stabletrain.printable import one_line
 from stabletrain.tracking.metrics import plain
-
-DEFAULT_HORIZON = 500
-"""The default of `forecast.horizon`, for runs that have none."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,7 @@ def why_no_inspections(folder: Path, run: Run, count: int) -> str:
 def horizon_of(run: Run) -> int:
     """Returns the run's `forecast.horizon`, or the default."""
     found = run.settings.get("forecast.horizon")
-    return found if isinstance(found, int) and found >= 1 else DEFAULT_HORIZON
+    return found if isinstance(found, int) and found >= 1 else HORIZON
 
 
 def optimizer_of(run: Run) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from stabletrain.forecast.prediction import Prediction, text_of
 from stabletrain.forecast.series import Heights, Key, Series
 from stabletrain.forecast.signals import BY_NAME
 
+HORIZON = 500
+"""Steps ahead by default, as in `conf/forecast/default.yaml`."""
+
 NEVER = (math.inf, -math.inf)
 """An interval that no step is in."""
 

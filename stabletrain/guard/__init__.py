@@ -25,6 +25,7 @@ The rest is the door for a user's own loop:
 | micro_batch | a closure with its batch: one micro-batch of a step |
 | gradients | the gradients of the optimizer's parameters, and their norms |
 | loop_states | the snapshots of the loop, and the position of its data loader |
+| loop_forecast | predicts trouble from the applied steps |
 | load_listener | notices that the loop loads weights or moments by itself |
 | loop_tracker | events and lines |
 | rerun, repeat | runs a step's closures again, and restores everything; twice, to compare the bits |

@@ -39,7 +39,7 @@ class AttachedLoop(OwnLoop):
     def apply(self, begun: BegunStep, reading: Reading) -> Reading:
         """Applies the loop's update once more, after one that was undone; returns the reading, changed if undone."""
         kept = self.copies()
-        with self.update(kept):
+        with self.forecast.measuring(), self.update(kept):
             self.run_optimizer_step()
         return reading if self.keep_or_undo(kept) else self.undone(begun, reading)
 
@@ -177,7 +177,7 @@ class AttachedGuard(LoopGuard):
             return
         loop = self._loop
         kept = loop.copies()
-        with loop.update(kept):
+        with loop.forecast.measuring(), loop.update(kept):
             yield
         if not loop.keep_or_undo(kept):
             begun, reading = self._pending

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stabletrain.forecast.prediction import Prediction
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.probes.samples import MAX_LISTED, describe
@@ -351,3 +352,11 @@ def log_alarms(tracker: NoTracker, step: int, alarms: Sequence[Alarm]) -> None:
         tracker.event("alarm", step, kind=alarm.kind, text=alarm.text, **since)
         tracker.note(f"step {step}: {alarm.text}")
         tracker.alert(alarm.kind, f"step {step}: {alarm.text}")
+
+
+def log_predictions(tracker: NoTracker, step: int, predictions: Sequence[Prediction]) -> None:
+    """Records each prediction of a forecast as an event, prints it, and sends it as a W&B alert."""
+    for each in predictions:
+        tracker.event("forecast", step, **each.fields())
+        tracker.note(f"step {step:,}: {each.text}")
+        tracker.alert("forecast", f"step {step:,}: {each.text}")

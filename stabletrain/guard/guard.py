@@ -51,6 +51,8 @@ class Guard(LoopGuard):
             (`guard/repeat.py`); 0 for none. The closure must take the batch, and runs a second time.
         check_update: whether updates of an optimizer that is not proven to keep weights and moments finite are checked,
             and undone if they are not (`guard/checks/update_check.py`). It copies what such a step may write.
+        forecast_every: applied steps between two looks of a forecast, which says what will break and near which step
+            (`guard/loop_forecast.py`); 25 is usual, 0 predicts nothing. It only watches.
         slow: what a slow spike does (`guard/policy/slow.py`): `off`, `alarm`, or with `rollback=True` `rollback`.
         policy: a `SkipGuard` or `RollbackGuard` with limits of your own, in place of `rollback` and `slow`.
         max_incidents: how many incidents are investigated; 0 for none.

@@ -5,6 +5,7 @@ loop runs its own code. `own_loop.py` has the step itself: begin, judge, apply o
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
@@ -16,8 +17,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.forecast.prediction import Prediction
 from stabletrain.forensics.handler import IncidentSummary
-from stabletrain.guard.engine import log_alarms, note_taken_again, settle
+from stabletrain.guard.engine import log_alarms, log_predictions, note_taken_again, settle
 from stabletrain.guard.incidents import Incidents
 from stabletrain.guard.loop_step import LoopStep
 from stabletrain.guard.loop_tracker import LoopTracker
@@ -65,6 +67,7 @@ class LoopGuard:
         max_incidents: int = 10,
         max_seconds: float = 120.0,
         keep_state: bool = True,
+        forecast_every: int = 0,
     ) -> None:
         policy = make_policy(
             policy,
@@ -86,6 +89,7 @@ class LoopGuard:
             scaler=scaler,
             loader=check_loader(loader),
             max_norm=max_norm,
+            forecast_every=forecast_every,
         )
         self._incidents = Incidents(
             folder, max_incidents, max_seconds, ranks=parallel.ranks, tracker=tracker, keep_state=keep_state
@@ -157,6 +161,8 @@ class LoopGuard:
         elif verdict is Verdict.HALT:
             self._halt(policy.reason)
         else:
+            if verdict is Verdict.APPLY:  # before the snapshot, which holds the forecast's series
+                self._show_predictions(loop.forecast.after_step(reading))
             loop.states.after_update(reading.step)
 
     def _end_step(self) -> None:
@@ -172,11 +178,18 @@ class LoopGuard:
     def _show(self, alarms: Sequence[Alarm]) -> None:
         """Reports alarms, and keeps them."""
         self.alarms += alarms
-        number, own = self._shown_step, self._loop.steps
-        if number != own:  # an alarm names steps as the guard counts
-            text = f" (as the guard counts steps; this is its step {own})"
-            alarms = [Alarm(alarm.kind, f"{alarm.text}{text}", alarm.since) for alarm in alarms]
-        log_alarms(self._tracker, number, alarms)
+        alarms = [replace(alarm, text=self._with_own_count(alarm.text)) for alarm in alarms]
+        log_alarms(self._tracker, self._shown_step, alarms)
+
+    def _show_predictions(self, predictions: Sequence[Prediction]) -> None:
+        """Reports the predictions of the forecast."""
+        predictions = [replace(each, text=self._with_own_count(each.text)) for each in predictions]
+        log_predictions(self._tracker, self._shown_step, predictions)
+
+    def _with_own_count(self, text: str) -> str:
+        """Returns a text that names steps as the guard counts, and says so if the loop counts otherwise."""
+        own = self._loop.steps
+        return text if self._shown_step == own else f"{text} (as the guard counts steps; this is its step {own})"
 
     # ---- roll back, restore, and end
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from stabletrain.checkpoint.snapshots import choose_memory
 from stabletrain.checkpoint.tree import Tree
+from stabletrain.forecast.forecast import NoForecast
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.guard.states import KeptStates
 from stabletrain.machine.memory import free_host_memory
@@ -91,6 +92,7 @@ class LoopStates(KeptStates, NoStates):
         precision: its loss scale belongs to the state.
         loader: its position belongs to the state; None if it has none.
         tracker: receives events and lines.
+        forecast: its series belong to the state.
         any_rank: returns whether its argument is true on any rank.
     """
 
@@ -102,11 +104,12 @@ class LoopStates(KeptStates, NoStates):
         precision: FullPrecision,
         loader: Loader | None,
         tracker: NoTracker,
+        forecast: NoForecast | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         super().__init__(
             TrainState(model, optimizer),
-            {"guard": policy, "scaling": precision},
+            {"guard": policy, "scaling": precision, "forecast": forecast or NoForecast()},
             guard=policy,
             tracker=tracker,
             any_rank=any_rank,

@@ -24,6 +24,7 @@ from stabletrain.guard.checks.written import note_start
 from stabletrain.guard.gradients import BareTensors, TrainedParameters, unwrapped
 from stabletrain.guard.judge import Judge
 from stabletrain.guard.load_listener import LoadListener
+from stabletrain.guard.loop_forecast import forecast_of_loop
 from stabletrain.guard.loop_states import Loader, LoopStates, NoStates
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
 from stabletrain.guard.options import make_precision
@@ -51,6 +52,7 @@ class OwnLoop:
         states: the snapshots to go back to.
         parallel: the ranks that train together.
         judge: measures and judges.
+        forecast: predicts trouble from the applied steps.
         last_applied: the micro-batches of the last step that was applied; empty before the first.
         best_loss: smallest loss of the applied steps.
         frames: `compiled_frames()` when the guard was made.
@@ -58,7 +60,7 @@ class OwnLoop:
 
     Args:
         tracker: receives events and lines.
-        precision, scaler, loader, max_norm: see `Guard`.
+        precision, scaler, loader, max_norm, forecast_every: see `Guard`.
 
     Raises:
         ConfigError: model and optimizer do not belong together, or `precision` cannot be used.
@@ -79,6 +81,7 @@ class OwnLoop:
         scaler: GradScaler | None = None,
         loader: Loader | None = None,
         max_norm: float | None = None,
+        forecast_every: int = 0,
     ) -> None:
         if not isinstance(model, nn.Module):
             if not isinstance(model, list | tuple) or not all(isinstance(each, Tensor) for each in model):
@@ -93,9 +96,6 @@ class OwnLoop:
         self.policy, self.parallel = policy, parallel
         several_ranks = parallel.ranks.distributed
         chosen = make_precision(precision, scaler, self.device, self.optimizer, several_ranks=several_ranks)
-        self.states = NoStates()
-        if isinstance(policy, RollbackGuard):
-            self.states = LoopStates(self.model, self.optimizer, policy, chosen, loader, tracker, parallel.any_rank)
         self.judge = Judge(
             self.model,
             self.optimizer,
@@ -104,6 +104,11 @@ class OwnLoop:
             policy=policy,
             max_norm=max_norm,
         )
+        self.forecast = forecast_of_loop(forecast_every, self.state, self.judge, tracker)
+        self.states = NoStates()
+        if isinstance(policy, RollbackGuard):
+            given = policy, chosen, loader, tracker, self.forecast, parallel.any_rank
+            self.states = LoopStates(self.model, self.optimizer, *given)
         self.last_applied: list[MicroBatch] = []
         self.best_loss, self.updating, self._start_noted = math.inf, False, False
         self.frames = compiled_frames()
@@ -167,7 +172,7 @@ class OwnLoop:
             return reading
         lengths = self.policy.lengths
         before, kept = lengths.before(self.model), self.copies()
-        with self.update(kept):
+        with self.forecast.measuring(), self.update(kept):
             repeat = self._repeat_of_update()
             self.precision.step(self.optimizer)
             difference = repeat.update(methodcaller("step"))
@@ -310,6 +315,7 @@ class OwnLoop:
             "scaling": self.precision.state_dict(),
             "lengths": [float(length) for length in self.states.lengths],
             "best_loss": self.best_loss,
+            "forecast": self.forecast.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -321,3 +327,4 @@ class OwnLoop:
         self.precision.load_state_dict(state["scaling"])
         self.states.lengths = [torch.tensor(length, device=self.device) for length in state.get("lengths", [])]
         self.best_loss = state.get("best_loss", math.inf)
+        self.forecast.load_state_dict(state.get("forecast", {}))

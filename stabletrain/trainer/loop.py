@@ -17,7 +17,7 @@ from stabletrain.forecast.forecast import NoForecast
 from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.guard.checks.update_check import replays_exactly
 from stabletrain.guard.checks.written import note_start
-from stabletrain.guard.engine import changed_tensors, explain, log_alarms, note_taken_again, settle
+from stabletrain.guard.engine import changed_tensors, explain, log_alarms, log_predictions, note_taken_again, settle
 from stabletrain.guard.policy.reasons import BAD_UPDATE, CHANGED
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
@@ -219,10 +219,7 @@ def log_forecast(
     step = reading.step
     # Each rank inspects its own part of the batch. All ranks use rank 0's metrics, so that their forecasts agree.
     found = forecast.look(step, parallel.from_main({**reading_metrics(reading, 0), **seen}))
-    for each in found:
-        tracker.event("forecast", step, **each.fields())
-        tracker.note(f"step {step:,}: {each.text}")
-        tracker.alert("forecast", f"step {step:,}: {each.text}")
+    log_predictions(tracker, step, found)
     if not forecast.keeps or not parallel.any_rank(bool(found)):
         return due
     forecast.keep(step)

@@ -715,7 +715,9 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"precision": "fp16"}, {"rollback": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_norm": 0.1}, {"precision": "fp16"}, {"rollback": True}, {"forecast_every": 5}], ids=str
+)
 def test_a_step_reads_from_the_device_once(tmp_path, options, monkeypatch):
     loop = Loop(tmp_path, OPTIMIZERS["fused adamw"], **options)
     loop.run(batches(2))

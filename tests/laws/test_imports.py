@@ -40,8 +40,8 @@ MAY_SEE = {
     "guard/checks": NOUNS | {"checksums", "machine", "parallel", "stability"},
     "guard/policy": NOUNS | {"guard/checks", "monitors"},
     "guard": NOUNS
-    | {"checkpoint", "forensics", "guard/checks", "guard/policy", "machine", "monitors", "parallel", "tools"}
-    | {"stability", "step", "tracking"},
+    | {"checkpoint", "forecast", "forensics", "guard/checks", "guard/policy", "machine", "monitors", "parallel"}
+    | {"stability", "step", "tools", "tracking"},
     "adapters": NOUNS | {"guard"},
     "config": NOUNS | {"parallel", "stability", "weights"},
     "trainer": NOUNS

@@ -126,7 +126,7 @@ def built(name):
 
 GUARDS = {
     "rollback": {"policy": lambda: RollbackGuard(snapshot_every=5, healthy_after=2), "checksum_every": 1},
-    "fp16": {"precision": "fp16", "recheck_every": 2},
+    "fp16": {"precision": "fp16", "recheck_every": 2, "forecast_every": 3},
     "scaler": {"scaler": torch.amp.GradScaler("cpu", enabled=False)},
     "attached": {"attach": True},
 }
