@@ -89,7 +89,6 @@ class FileHandoff(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any]:
         """Yields a stream to write to. Nothing is copied."""
-        del mode
         content = ByteStream()
         yield content
         self.entries[Path(path).name] = self._write_file(Path(path), content.pieces)
@@ -120,7 +119,6 @@ class ListedFiles(FileSystem):
 
     def ls(self, path: Any) -> list[str]:
         """Returns the paths of the files."""
-        del path
         return [str(file) for file in self._files]
 
 

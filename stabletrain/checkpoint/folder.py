@@ -32,7 +32,6 @@ ShowLine = Callable[[str], None]
 
 def silent(kind: str, step: int, fields: dict) -> None:
     """Ignores the event: an `OnEvent` for reading without a run."""
-    del kind, step, fields
 
 
 def reason_of(error: OSError) -> str:

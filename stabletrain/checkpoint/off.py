@@ -31,14 +31,12 @@ class NoCheckpoints:
         Raises:
             ConfigError: no checkpoint can be written there.
         """
-        del folder, on_event, run
         self._verify = verify
 
     # ---- saving
 
     def due(self, step: int) -> bool:
         """Returns whether a checkpoint is due after `step` steps: never."""
-        del step
         return False
 
     def save(
@@ -86,7 +84,6 @@ class NoCheckpoints:
 
     def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
         """Returns the newest checkpoint that verifies, of at most that step; None if there is none."""
-        del healthy_only, at_most
         return None
 
     def oldest(self) -> Checkpoint | None:
@@ -112,12 +109,10 @@ class NoCheckpoints:
             found: the checkpoint.
             fault: why this process cannot use it; empty if it can.
         """
-        del found
         return not fault
 
     def reaches(self, step: int) -> bool:
         """Returns whether a rollback to `step` needs no older state saved: always true without checkpoints."""
-        del step
         return True
 
     def rewind(self, step: int) -> None:

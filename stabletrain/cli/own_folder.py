@@ -20,7 +20,6 @@ class OwnFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Replaces a folder named by the time with one that no other run has."""
-        del kwargs
         with suppress(OmegaConfBaseException):  # Hydra reports what is wrong with the name
             if named_by_time(config.hydra.run):
                 folder = Path(config.hydra.run.dir)

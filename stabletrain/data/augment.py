@@ -45,7 +45,6 @@ class NoAugment:
         self, images: UInt8[Tensor, "batch channels size size"], chosen: Int64[Tensor, "batch _"]
     ) -> UInt8[Tensor, "batch channels size size"]:
         """Returns the images unchanged."""
-        del chosen
         return images
 
 

@@ -59,7 +59,6 @@ class StepFault(OnRank):
 
     def check(self, state: TrainState) -> None:
         """Raises ConfigError, before the first step, if the state lacks the target of the fault."""
-        del state
 
     def inject(self, state: TrainState, precision: Any) -> list[Undo]:
         """Applies the fault now, or adds hooks that do so in this step; returns what removes them before the next."""
@@ -67,7 +66,6 @@ class StepFault(OnRank):
 
     def on_another_rank(self, state: TrainState) -> list[Undo]:
         """Adds the hooks of a rank without the fault, in a step in which another rank has it."""
-        del state
         return []
 
 

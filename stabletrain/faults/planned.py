@@ -38,7 +38,6 @@ class NoFaults:
 
     def state(self, state: TrainState, precision: Any) -> None:
         """Sets up faults in steps: none. Called when the state and the precision are on their device."""
-        del state, precision
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,9 @@ class NoForecast:
             choices: the option of each config group.
             optimizer: the keys of the chosen optimizer; `lr` is the peak learning rate.
         """
-        del choices, optimizer
 
     def add_loss(self, loss: float) -> None:
         """Adds the loss of an applied step, in nats. Does nothing."""
-        del loss
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Prediction]:
         """Adds a look of the monitors, and returns what is to be said now: nothing.
@@ -61,12 +59,10 @@ class NoForecast:
             step: of the look.
             metrics: of the look: `monitors/...`, `grad/norm`, `lr`, `precision/loss_scale`.
         """
-        del step, metrics
         return []
 
     def keep(self, step: int) -> None:
         """Notes that the state after `step` steps is kept. Does nothing."""
-        del step
 
     def state_dict(self) -> dict:
         """Returns what later looks depend on, for a checkpoint: nothing."""
@@ -74,7 +70,6 @@ class NoForecast:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores it. Does nothing."""
-        del state
 
 
 @dataclass

@@ -66,7 +66,6 @@ class Requests:
 
     def run(self, name: str, *arguments: Any, work: Callable[[], T]) -> T:
         """Runs `work`, which does what the request describes."""
-        del name, arguments
         return work()
 
     def finish(self, error: Exception | None = None) -> None:

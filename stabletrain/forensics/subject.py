@@ -72,7 +72,6 @@ class Subject:
 
     def has_bad_samples(self, classes: int | None) -> bool:
         """Whether the batch alone explains the step, as far as that shows without running it."""
-        del classes
         return False
 
     def begin(

@@ -189,7 +189,6 @@ class LoopRecorder:
 
     def _note_backward(self, gradient: Tensor) -> None:
         """Notes that a backward pass has begun."""
-        del gradient
         self._backward_ran = True
 
     def _gradients_are_gone(self) -> bool:

@@ -42,7 +42,6 @@ class NoLoopForecast(NoForecast):
         Args:
             reading: its numbers; `reading.step` is its number as the guard counts.
         """
-        del reading
         return []
 
 

@@ -51,22 +51,18 @@ class NoStates:
 
     def before_first_update(self, step: int) -> None:
         """Does nothing."""
-        del step
 
     def after_update(self, step: int) -> None:
         """Does nothing."""
 
     def older(self, step: int) -> Tree | None:
         """Returns None: there is no older state."""
-        del step
 
     def roll_back(self, step: int, *, number: int) -> WentBack | None:
         """Returns None: there is no state to go back to."""
-        del step, number
 
     def put_back(self, number: int) -> WentBack | None:
         """Returns None: there is no state to put back."""
-        del number
 
 
 class BesideSnapshot(NamedTuple):

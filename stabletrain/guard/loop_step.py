@@ -81,5 +81,4 @@ class LoopStep(ReadStep):
 
     def gradient_again(self, compared: Compared) -> Tensor | None:
         """See `ReadStep`."""
-        del compared
         return sums(self.loop.rerun(self.begun, 1.0).run().gradients, self.device)

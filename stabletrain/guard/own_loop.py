@@ -257,7 +257,6 @@ class OwnLoop:
 
     def gap(self, begun: BegunStep) -> str:
         """Returns why the closures do not compute the loop's own loss; empty if they do."""
-        del begun
         return ""
 
     def rerun(self, begun: BegunStep, loss_scale: float) -> Rerun:

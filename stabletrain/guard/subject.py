@@ -101,7 +101,6 @@ class LoopSubject(Subject):
         self, model: nn.Module | None, older: Callable[[], Tree | None], deadline: float, requests: Requests
     ) -> None:
         """See `Subject`. The closures run on the live model, whatever `model` is."""
-        del model
         self.older_state, self.deadline, self.requests = older, deadline, requests
 
     def serves(self) -> Mapping[str, Callable[..., object]]:
@@ -114,7 +113,6 @@ class LoopSubject(Subject):
 
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """See `Subject`."""
-        del classes
         micro_batches = self.rerun.begun.micro_batches
         found = bad_samples(micro_batches, self.usual)
         if found and math.isfinite(self.reading.loss + self.reading.grad_norm + self.reading.buffers):
@@ -178,7 +176,6 @@ class LoopSubject(Subject):
 
     def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
         """Returns the largest attention logit."""
-        del classes
         with uncompiled():
             scores = Scores()
         self.run("same" if older is None else "older_state", lambda model: scores, backward=self.sharded)

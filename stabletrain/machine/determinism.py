@@ -145,11 +145,9 @@ class Off:
 
     def seed_run(self, seed: int) -> None:
         """Seeds the initial weights. Does nothing: they come from PyTorch's default seed."""
-        del seed
 
     def seed_step(self, seed: int, step: int) -> None:
         """Seeds a step of a rank whose seed is `seed`. Does nothing: the generators continue."""
-        del seed, step
 
 
 class Seeded(Off):

@@ -56,7 +56,6 @@ class StopRequest(ExitStack):
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal."""
-        del frame
         if self.name == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name

@@ -40,7 +40,6 @@ class Rotary(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch time width"], start: int) -> Float[Tensor, "batch time width"]:
         """Returns the embeddings unchanged; `rotate` applies the positions."""
-        del start
         return x
 
     def rotate(self, x: Float[Tensor, "batch head time dim"], start: int) -> Float[Tensor, "batch head time dim"]:
@@ -65,7 +64,6 @@ class LearnedPosition(nn.Module):
 
     def rotate(self, x: Float[Tensor, "batch head time dim"], start: int) -> Float[Tensor, "batch head time dim"]:
         """Returns queries or keys unchanged."""
-        del start
         return x
 
 

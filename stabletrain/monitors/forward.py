@@ -84,7 +84,6 @@ def recording_activations(blocks: dict[str, nn.Module]) -> Generator[ActivationS
     heard = ActivationStats({}, {})
 
     def record(name: str, whole: bool, module: nn.Module, inputs: Any, output: Any) -> None:
-        del module, inputs
         values = first_tensor(output)
         if values is None:
             return

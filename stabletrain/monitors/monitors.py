@@ -39,7 +39,6 @@ class NoMonitors:
 
     def due(self, step: int, total: int) -> bool:
         """Returns whether to inspect step number `step`, counted from 1, in a run of `total` steps: never."""
-        del step, total
         return False
 
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss) -> None:
@@ -52,7 +51,6 @@ class NoMonitors:
             precision: autocast settings of the forward pass.
             objective: the run's loss.
         """
-        del model, optimizer, batch, precision, objective
 
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]:
         """Runs the second half of an inspection, after the update. Returns no metrics and no alarms.
@@ -65,7 +63,6 @@ class NoMonitors:
         Returns:
             metrics, and new alarms: each kind is raised once in a run.
         """
-        del model, optimizer, applied
         return {}, []
 
     def state_dict(self) -> dict:
@@ -74,7 +71,6 @@ class NoMonitors:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores it. Does nothing."""
-        del state
 
 
 @dataclass
@@ -109,7 +105,6 @@ class Monitors(NoMonitors):
 
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss) -> None:
         """Runs the first half of an inspection."""
-        del optimizer
         self._probe = probe = Probe()
         probe.attempt("the activations", lambda: measure_forward(model, batch, precision, objective))
         self._gradients = probe.attempt("the gradients", lambda: measure_gradients(model))

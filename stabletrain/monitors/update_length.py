@@ -25,7 +25,6 @@ class NoLengths:
 
     def before(self, model: nn.Module) -> Tensor | None:
         """Returns what `after` needs of the weights before the optimizer's step: nothing."""
-        del model
         return None
 
     def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -35,7 +34,6 @@ class NoLengths:
             before: what `before` returned in this step.
             sum_over_ranks: adds up the ranks' tensors; only called for sharded parameters.
         """
-        del before, sum_over_ranks
         return {}
 
 

@@ -36,7 +36,6 @@ class SharedCheckpoints(NoCheckpoints):
 
     def open(self, folder: Path, on_event: OnEvent, run: str | None = None, verify: Verify = verify) -> None:
         """Opens the checkpoints on rank 0; raises on all ranks if that fails. All ranks share each `verify`."""
-        del verify
         run_on_main(self._ranks, lambda: self._own.open(folder, on_event, run, self._verify_together))
 
     def due(self, step: int) -> bool:

@@ -87,7 +87,6 @@ class DDP(Distributed):
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Returns DDP's wrapper. Its forward pass prepares the averaging of the gradients."""
-        del model
         assert self._wrapped is not None, "wrap(model) comes first"
         return self._wrapped
 

@@ -91,7 +91,6 @@ class FSDP(Distributed):
 
     def with_grad_norm(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
         """Adds the norm of this rank's shards. They belong to the sum over all ranks, so no factor applies."""
-        del factor
         return part._replace(shard_norm=grad_norm)
 
     def gradient_row(self, norms: GradNorms) -> Tensor:

@@ -44,7 +44,6 @@ class LoopRanks(Distributed):
 
     def with_grad_norm(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
         """Returns the part as it is: a rank's own gradients are unknown, since the loop has averaged them."""
-        del grad_norm, factor
         return part
 
     def any_rank(self, here: bool) -> bool:

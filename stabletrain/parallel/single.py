@@ -39,7 +39,6 @@ class SingleProcess:
 
     def optimizer_overrides(self, choice: str) -> Mapping[str, Any]:
         """Returns optimizer arguments that override its YAML."""
-        del choice
         return {}
 
     def shard(self, model: nn.Module) -> None:
@@ -54,7 +53,6 @@ class SingleProcess:
 
     def shard_batch(self, batch: Batch, size: int) -> Batch:
         """Returns this rank's slice of a batch that should have `size` samples: all of it."""
-        del size
         return batch
 
     # ---- in a step
@@ -65,7 +63,6 @@ class SingleProcess:
 
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Returns a context for one micro-batch, which synchronizes gradients after the last one only."""
-        del model, last
         return nullcontext()
 
     def scale_for_averaging(self, loss: Tensor) -> Tensor:
@@ -114,7 +111,6 @@ class SingleProcess:
 
     def find_divergence(self, state: TrainState) -> str:
         """Returns which ranks have a different state than the others; empty if all agree."""
-        del state
         return ""
 
     def whole_state(
@@ -127,7 +123,6 @@ class SingleProcess:
             older: returns a captured state from before the step; None if none is left.
             model_factory: creates another instance of the model, with any weights.
         """
-        del model_factory
         return WholeState(model, older)
 
     def rank_part(self, own: OwnNumbers | None, factor: float, loss_scale: float) -> RankPart | None:
@@ -138,12 +133,10 @@ class SingleProcess:
             factor: see `Distributed`.
             loss_scale: the step's.
         """
-        del own, factor, loss_scale
         return None
 
     def gather_samples(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Returns the samples of the whole batch; `index` is their position. This rank's slice has `size` samples."""
-        del size
         return samples
 
     def any_rank(self, here: bool) -> bool:

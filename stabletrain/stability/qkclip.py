@@ -27,7 +27,6 @@ class NoMeter(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> None:
         """Does nothing."""
-        del q, k
 
 
 class LogitMeter(nn.Module):
@@ -70,17 +69,14 @@ class NoQKClip:
 
         This one measures nothing.
         """
-        del n_head
         return NoMeter()
 
     def maxima(self, model: nn.Module) -> list[Tensor]:
         """Returns this rank's maxima, which the caller replaces in place by those of all ranks: none."""
-        del model
         return []
 
     def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:
         """Bounds the weights after the update, if `gate` is open; must not synchronize with the host. Does nothing."""
-        del model, gate
 
 
 @dataclass(frozen=True)

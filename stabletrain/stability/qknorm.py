@@ -62,7 +62,6 @@ class NoQKNorm:
 
     def __call__(self, head_dim: int) -> nn.Module:
         """Returns the module that normalises queries or keys over the head dimension: the identity."""
-        del head_dim
         return nn.Identity()
 
 

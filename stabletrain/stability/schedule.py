@@ -13,12 +13,10 @@ class NoWarmup:
 
     def length(self, total: int) -> int:
         """Returns the number of warmup steps in a run of `total` steps: 0."""
-        del total
         return 0
 
     def factor(self, step: int, total: int) -> float:
         """Returns the factor of the peak learning rate, in (0, 1], at `step`, counted from 0: always 1."""
-        del step, total
         return 1.0
 
 
@@ -67,7 +65,6 @@ class Constant:
         Args:
             progress: 0 at the end of the warmup, 1 at the run's end.
         """
-        del progress
         return 1.0
 
 

@@ -100,7 +100,6 @@ def near_identity(names: list[str], live: nn.Module, before: Subject, batch: Bat
     seen: dict[str, Tensor] = {}
 
     def note_input(name: str, module: nn.Module, given: tuple) -> None:
-        del module
         seen[name] = given[0].detach()
 
     with ExitStack() as hooks:

@@ -114,17 +114,14 @@ class NoResumption:
 
     def fit(self, checkpoint: Checkpoint, tree: Tree) -> Tree:
         """Returns the tree unchanged."""
-        del checkpoint
         return tree
 
     def resume(self, checkpoint: Checkpoint, tree: Tree) -> Tree:
         """Returns the tree unchanged."""
-        del checkpoint
         return tree
 
     def replayable(self, checkpoint: Checkpoint, target: int) -> bool:
         """Returns True."""
-        del checkpoint, target
         return True
 
     def went_back(self, step: int) -> None:

@@ -84,7 +84,6 @@ class TakeLogits:
 
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> Any:
         """Returns the logits of `output`."""
-        del model, inputs
         return output_of(output)
 
 

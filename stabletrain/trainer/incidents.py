@@ -107,7 +107,6 @@ class StepOfRun(ReadStep):
 
     def differs_when_repeated(self, cause: str | None) -> bool:
         """Computes the step again. The gradients of the next step, if it has been computed, are lost."""
-        del cause
         return differs_when_repeated(self.state, self.run.tools, self.executed, self._micro_batches(), self.reading)
 
     def update_again(self) -> None:

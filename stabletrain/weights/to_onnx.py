@@ -38,7 +38,6 @@ class Onnx(Format):
 
     def refuse(self, trained: Trained) -> None:
         """Raises ConfigError if a package is missing."""
-        del trained
         for name in ("onnx", "onnxscript"):
             try:
                 importlib.import_module(name)

@@ -179,7 +179,6 @@ class WhatIf:
 
     def run_from_step_0(self, final: Ranking, facts: StartFacts, stop: int) -> list[Outcome]:
         """Runs no arm from step 0."""
-        del final, facts, stop
         return []
 
     def announce(self, text: str) -> None:

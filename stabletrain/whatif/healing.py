@@ -153,7 +153,6 @@ class Healer:
         losses = []
 
         def job(cfg: Any, folder: Path) -> None:
-            del folder
             check(cfg)
             losses.append(self._train(cfg, ready))
 

@@ -40,7 +40,6 @@ def stopping_all(folder: Path) -> Generator[None]:
     stop, asked = stop_file(folder), []
 
     def note(number: int, frame: FrameType | None) -> None:
-        del frame
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.append(number)

@@ -11,7 +11,6 @@ class NoPage:
 
     def write(self, sample: str | None = None) -> None:
         """Writes the run's page, with the text that its model has generated. Does nothing."""
-        del sample
 
 
 class PageAtEnd(NoPage):

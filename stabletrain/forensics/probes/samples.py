@@ -228,7 +228,6 @@ class FixedDivisor(Objective):
 
     def __call__(self, outputs: Any, batch: Batch, n_valid: Tensor) -> LossTerms:
         """Same as the plain objective, but ignores `n_valid`."""
-        del n_valid
         return self._objective(outputs, batch, self._n_valid)
 
 

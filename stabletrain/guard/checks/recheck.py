@@ -180,16 +180,13 @@ class NoRecheck:
 
     def due(self, step: int) -> bool:
         """Returns whether step number `step`, counted from 0, is repeated: never."""
-        del step
         return False
 
     def rehearse(self, step: int) -> None:
         """Repeats nothing."""
-        del step
 
     def repeats(self, step: int) -> bool:
         """Returns whether step number `step` is computed twice, judged or not: never."""
-        del step
         return False
 
     def forget(self) -> None:
@@ -198,42 +195,34 @@ class NoRecheck:
 
     def of_step(self, state: TrainState, buffers: SavedBuffers, tools: StepTools) -> NoRepeat:
         """Returns what repeats this step's gradient: nothing."""
-        del state, buffers, tools
         return NO_REPEAT
 
     def of_update(self, state: TrainState, parallel: SingleProcess) -> NoRepeat:
         """Returns what repeats this step's update: nothing."""
-        del state, parallel
         return NO_REPEAT
 
     def judge_of(self, step: int, part: str, eps: float) -> Judge:
         """Returns a function that judges the repetition of a part: it finds no difference."""
-        del step, part, eps
         return lambda compared, everywhere: torch.zeros_like(everywhere[0])
 
     def limit(self, part: str) -> float:
         """Returns the largest difference allowed: no difference is judged."""
-        del part
         return LARGEST
 
     def agreed(self, part: str) -> int:
         """Returns how often a part had the same bits again: never."""
-        del part
         return 0
 
     def has_repeated(self, part: str) -> bool:
         """Returns whether a part ever had the same result again, or nearly the same: never."""
-        del part
         return False
 
     def differing_part(self, reading: Reading) -> str:
         """Returns the part of a step whose repetition differs: empty."""
-        del reading
         return ""
 
     def runs_out_of_memory(self, reading: Reading) -> bool:
         """Returns whether repetitions end with this step, for lack of memory: never."""
-        del reading
         return False
 
     def learn(self, reading: Reading) -> None:

@@ -30,7 +30,6 @@ class NoRepeat:
 
     def update(self, apply: Callable[[Optimizer], Any]) -> Number:
         """Returns 0: nothing was compared."""
-        del apply
         return 0.0
 
 

@@ -57,7 +57,6 @@ class NoStateCheck:
 
     def before_update(self, state: TrainState, buffers: SavedBuffers) -> Number:
         """Returns 0."""
-        del state, buffers
         return 0.0
 
     def after_update(self, state: TrainState, buffers: SavedBuffers) -> None:
@@ -65,16 +64,13 @@ class NoStateCheck:
 
     def holds(self, state: TrainState) -> bool:
         """Returns True: nothing is known to have changed."""
-        del state
         return True
 
     def reference(self, state: TrainState) -> "Sums | None":
         """Returns None: there are no checksums."""
-        del state
 
     def restored(self, state: TrainState, reference: "Sums | None") -> bool:
         """Returns True: nothing is known to have changed."""
-        del state, reference
         return True
 
     def put_back_buffers(self) -> None:
@@ -82,7 +78,6 @@ class NoStateCheck:
 
     def changes(self, model: nn.Module) -> list[Change]:
         """Returns no changes."""
-        del model
         return []
 
 

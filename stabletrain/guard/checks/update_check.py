@@ -63,17 +63,14 @@ class NoUpdateCheck:
 
     def of_step(self, state: TrainState, tools: StepTools) -> Unchecked:
         """Returns what checks the step's update: nothing."""
-        del state, tools
         return UNCHECKED
 
     def why(self, optimizer: Optimizer) -> str:
         """Returns why this optimizer's updates are checked; empty if they are not."""
-        del optimizer
         return ""
 
     def copy(self, model: nn.Module, optimizer: Optimizer) -> Copies | None:
         """Copies nothing."""
-        del model, optimizer
 
 
 class UpdateCheck(NoUpdateCheck):

@@ -40,7 +40,6 @@ class NoDivergence:
 
     def add(self, step: int, loss: float) -> Diverged | None:
         """Returns None."""
-        del step, loss
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,7 +97,6 @@ class RetryingGuard(NoGuard):
 
     def _count_machine_fault(self, step: int) -> None:
         """Counts a fault of the machine at this step."""
-        del step
         self.machine_faults += 1
 
     def _why_no_retry(self, damaged: bool) -> str:

@@ -67,7 +67,6 @@ class NoGuard:
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns True, 0-d on the device of the norms: the gate is always open."""
-        del terms, checks
         return torch.ones_like(norms.total, dtype=torch.bool)
 
     def judge(self, reading: Reading) -> Verdict:
@@ -80,7 +79,6 @@ class NoGuard:
 
     def judge_validation(self, step: int, loss: float) -> Verdict:
         """Returns APPLY: this guard does not judge validation losses."""
-        del step, loss
         return Verdict.APPLY
 
     def new_alarms(self) -> list[Alarm]:
@@ -93,13 +91,11 @@ class NoGuard:
 
     def on_machine_fault(self, step: int, why: str, *, damaged: bool, otherwise: Verdict | None = None) -> Verdict:
         """Returns APPLY: this guard goes on with a state that memory or arithmetic has damaged."""
-        del step, damaged
         self.reason = why
         return otherwise or Verdict.APPLY
 
     def note_mistake(self, incident: Any) -> None:
         """Does nothing: this guard never rolls back."""
-        del incident
 
     def trouble_at_end(self) -> str | None:
         """Returns None: this guard reports no trouble at the end of the run."""
@@ -107,16 +103,13 @@ class NoGuard:
 
     def lr_multiplier(self, step: int) -> float:
         """Returns 1: this guard does not lower the learning rate."""
-        del step
         return 1.0
 
     def reset_for_new_settings(self, loss: float | None) -> None:
         """Does nothing: this guard has no statistics that depend on the settings."""
-        del loss
 
     def note_retry(self, step: int, rank: int = -1) -> None:
         """Does nothing."""
-        del step, rank
 
     def begin_rollback(self, step: int, target: int) -> RollbackPlan:
         """Raises NotImplementedError, because this guard never returns ROLLBACK."""

@@ -13,7 +13,6 @@ class NoRetainedStates:
 
     def due(self, step: int) -> bool:
         """Returns False: this guard takes no snapshots."""
-        del step
         return False
 
     def retain(self, step: int, healthy: bool) -> None:

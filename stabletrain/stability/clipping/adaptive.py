@@ -91,7 +91,6 @@ class AGC(NoClip):
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Scales every unit's `.grad` in place; `active` is the share of clipped units, not counting the classifier."""
-        del gate
         last = classifier(model)
         excluded = set() if last is None else set(last.parameters(recurse=False))
         trained = [(p, p.grad) for p in model.parameters() if p.grad is not None]

@@ -43,7 +43,6 @@ class NoClip:
             norms: of these gradients.
             gate: whether this step's update will be applied. A skipped step must not enter a statistic.
         """
-        del model, norms, gate
         return Clipped(1.0)
 
     def state_dict(self) -> dict:
@@ -52,7 +51,6 @@ class NoClip:
 
     def load_state_dict(self, state: dict) -> None:
         """Ignores `state`: the checkpoint may come from a run with another kind of clipping, which had state."""
-        del state
 
 
 def check_above_zero(name: str, value: float, customary: str = "") -> None:
@@ -116,7 +114,6 @@ class NormClip(NoClip):
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Scales every `.grad` in place by `coef`; for a finite norm bitwise equal to `clip_grad_norm_` of PyTorch."""
-        del gate
         factor = self.factor(norms)
         multiply_(model, factor)
         return Clipped(factor)
@@ -143,7 +140,6 @@ class ValueClip(NoClip):
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Clamps every `.grad` in place, Inf included; `active` is the share of values clamped."""
-        del gate
         values = gradients(model)
         if not values:
             return Clipped(1.0)
@@ -184,7 +180,6 @@ class PerModuleClip(NoClip):
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Scales every `.grad` in place by its module's factor; `active` is the share of modules clipped."""
-        del gate
         groups = by_module(model)
         if not groups:
             return Clipped(1.0)

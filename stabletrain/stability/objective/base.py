@@ -39,12 +39,10 @@ class Objective:
 
     def wrap(self, forward: Callable[..., Any], model: nn.Module, tools: StepTools) -> Callable[..., Any]:
         """Returns `forward` unchanged, because most losses need the full outputs."""
-        del model, tools
         return forward
 
     def classes(self, outputs: Any) -> int | None:
         """Returns the number of classes, so that targets are in [0, classes); None if targets are no class ids."""
-        del outputs
         return None
 
     def check_targets(self, targets: Tensor) -> None:

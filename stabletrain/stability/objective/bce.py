@@ -29,7 +29,6 @@ class BCE(Objective):
 
     def classes(self, outputs: Any) -> int | None:
         """Returns 2: targets are in [0, 1]."""
-        del outputs
         return 2
 
     def check(self, outputs: Any, targets: Tensor) -> None:

@@ -217,7 +217,6 @@ def decoupled(group: Group) -> str:
 
 def capped(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `CappedAdamW` is not proven."""
-    del optimizer
     return adam_moments(group, roundoff) or decoupled(group)
 
 

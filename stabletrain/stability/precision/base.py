@@ -30,7 +30,6 @@ class FullPrecision:
 
         Called after the model is on its device and before it is compiled.
         """
-        del model
         return []
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -38,7 +37,6 @@ class FullPrecision:
 
         Called after `wrap_fp32_modules` and after the optimizer is created, before anything is restored or compiled.
         """
-        del model, optimizer
 
     # ---- in a step, without synchronizing with the host
 
@@ -52,7 +50,6 @@ class FullPrecision:
 
     def unscale_(self, gradients: list[Tensor]) -> None:
         """Divides the gradients by the loss scale, in place. Does nothing."""
-        del gradients
 
     def loss_scale(self) -> Number:
         """Returns the loss scale of the current step: 1."""
@@ -63,17 +60,14 @@ class FullPrecision:
 
         A format with fp32's range has no such overflow: a non-finite gradient is a fault.
         """
-        del terms, norms
         return False
 
     def close(self, gate: Bool[Tensor, ""], overflow: Bool[Tensor, ""] | bool) -> Bool[Tensor, ""]:
         """Returns the gate of the update, closed on overflow: the gate itself."""
-        del overflow
         return gate
 
     def update(self, overflow: Bool[Tensor, ""] | bool, applied: Bool[Tensor, ""] | bool) -> None:
         """Adjusts the loss scale after a step. Does nothing."""
-        del overflow, applied
 
     # ---- in a loop of the user's own, see `loop.py`
 
@@ -92,4 +86,3 @@ class FullPrecision:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores it; `state` may be of another mode. Does nothing."""
-        del state

@@ -72,7 +72,6 @@ class GradScaled(GivenScale):
 
     def unscale_(self, gradients: list[Tensor]) -> None:
         """Divides the optimizer's gradients by the scale, in place; the scaler notes whether they are finite."""
-        del gradients
         self._scaler.unscale_(self._optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
