@@ -32,6 +32,7 @@ from stabletrain.guard.checks.comparing import Compared
 from stabletrain.guard.checks.recheck import NoRecheck, Recheck
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.loop_guard import LoopGuard
+from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.policy import NoGuard, RollbackGuard
 from stabletrain.guard.policy.divergence import NoDivergence
 from stabletrain.guard.policy.limits import Limit, Limits
@@ -528,7 +529,7 @@ def test_the_walk_reaches_every_class_with_a_state_and_each_has_a_feeder():
     # The callback has only the state of its guard; its test is in tests/adapters/test_lightning.py.
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in reached}
     assert stateful_classes() - names == {"stabletrain.adapters.lightning.GuardCallback"}
-    apart = (torch.optim.Optimizer, LoopGuard)
+    apart = (torch.optim.Optimizer, LoopGuard, OwnLoop)  # `Guarded` feeds both
     assert {kind.__qualname__ for kind in kinds if not feeder_of(kind) and not issubclass(kind, apart)} == set()
 
 
