@@ -303,6 +303,15 @@ def test_a_step_that_comes_out_otherwise_when_it_is_repeated_is_taken_again():
     assert settle(again) is Verdict.SKIP, "only once"
 
 
+@pytest.mark.parametrize("numbers", [NAN, BAD_UPDATE_OF], ids=["loss", "update"])
+def test_a_fault_that_a_repetition_has_shown_already_is_explained_too(numbers):
+    guard = SkipGuard(recheck_every=1)
+    step = MadeUp(guard, **numbers, recheck=0.5)
+    step.third = compared(guard, "gradient", "second")
+    assert settle(step) is Verdict.RESTORE
+    assert step.kinds == [guard.kind] == ["update" if numbers is BAD_UPDATE_OF else "nonfinite"]
+
+
 @pytest.mark.parametrize("why", ["the same again", "cannot be repeated", "second in a row", "bad data"])
 def test_any_other_step_is_not(why):
     guard, numbers = SkipGuard(), NAN
