@@ -155,8 +155,8 @@ def explain_held(step: ReadStep, verdict: Verdict) -> Verdict:
         return verdict
     if guard.kind == "recheck" and guard.recheck.found is None:  # this model's results vary: no fault
         return verdict
-    # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps. (The
-    # count is 0 if the step is to be taken again.)
+    # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps.
+    # (The count is 0 if the step is to be taken again.)
     by_machine = guard.kind in ("state", "recheck")
     if guard.consecutive <= 1 or by_machine or (verdict is Verdict.HALT and guard.kind != handler.newest):
         finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))

@@ -50,6 +50,25 @@ class BegunStep:
         kind = self.generators.device.type
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
+    @property
+    def loss(self) -> Tensor:
+        """Sum of the micro-batches' losses, 0-d, on the device."""
+        return sum(self.losses[1:], self.losses[0])
+
+    @property
+    def batches_changed(self) -> bool:
+        """Whether a batch was written since its closure first read it: a rerun would not compute the same."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+    @contextlib.contextmanager
+    def given_up_on_error(self) -> Generator[None]:
+        """A context in which an error ends the step: the buffers, such as batch norm's statistics, are restored."""
+        try:
+            yield
+        except BaseException:
+            self.buffers.put_back()
+            raise
+
 
 @dataclass(frozen=True)
 class Rerun:
