@@ -92,8 +92,9 @@ class Judge:
         if self._clip is not None:
             clipped = Clipped(self._clip.factor(gated.norms))
             multiply_(found, torch.as_tensor(clipped.coef))
+        # The learning rate of this step's update: lower for some steps after a rollback.
+        lr = float(self._optimizer.param_groups[0].get("lr", 0.0)) * self._policy.lr_multiplier(step - 1)
         # Wait for the numbers.
-        lr = float(self._optimizer.param_groups[0].get("lr", 0.0))
         numbers = gated.numbers(step, clipped, loss_scale=loss_scale, lr=lr, withheld=~gated.gate)
         reading = InFlight(numbers).wait()
         self.unproven = bool(gated.checks.unproven)
