@@ -159,7 +159,7 @@ class AttachedGuard(LoopGuard):
         if not recorded:
             loss = loss + seen.to(loss.device)
         unclipped, changed = recorder.norms_before_clipping, loop.state_changed(begun)
-        reading = loop.read(loop.steps + 1, loss.detach(), unclipped=unclipped, changed=changed)
+        reading = loop.judge(loop.steps + 1, loss.detach(), loop.parameters, unclipped=unclipped, changed=changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
         if spread and all(not bool(each.isfinite().all()) for each in found):
             self._tracker.note(CLIPPED_NAN)

@@ -181,7 +181,8 @@ class Guard(LoopGuard):
             # step's gradient come out with the same bits a second time?
             changed, recheck = loop.state_changed(begun), self._recheck(begun)
             # Judge on the unscaled, unclipped gradients; this waits for the device. Then update, if the gate is open.
-            reading = loop.apply(begun, self._count(loop.read(loop.steps + 1, loss, changed=changed, recheck=recheck)))
+            reading = loop.judge(loop.steps + 1, loss, loop.parameters, changed=changed, recheck=recheck)
+            reading = loop.apply(begun, self._count(reading))
         # Follow the policy's verdict on the step.
         try:
             self._follow(begun, reading)

@@ -151,11 +151,6 @@ class OwnLoop:
 
     # ---- judge
 
-    def read(self, step: int, loss: Tensor, **numbers: Any) -> Reading:
-        """Judges the step that was just computed; returns its numbers. The arguments are those of `Judge`."""
-        unproven = bool(self.policy.update_check.why(self.optimizer))
-        return self.judge(step, loss, self.parameters, unproven=unproven, **numbers)
-
     def state_changed(self, begun: BegunStep) -> Number:
         """Returns 1 if weights, moments or buffers have changed since the last update, else 0."""
         return self.policy.state_check.before_update(self.state, begun.buffers)
@@ -284,7 +279,7 @@ class OwnLoop:
             self.policy.recheck.forget()  # its comparison is of the first try
             first, second = self._compute_again(begun), self._compute_again(begun)
             differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self.device)
-            return self.apply(begun, self.read(reading.step, begun.loss, recheck=differs))
+            return self.apply(begun, self.judge(reading.step, begun.loss, self.parameters, recheck=differs))
 
     def _compute_again(self, begun: BegunStep) -> Tensor:
         """Runs the closures of a step from where it began; returns the sums of the gradients' bits."""
