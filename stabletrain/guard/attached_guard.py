@@ -134,7 +134,7 @@ class AttachedGuard(LoopGuard):
     # ---- a step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it. Load model and optimizer before: a withheld step goes back to their state."""
+        """Restores it. Load model and optimizer before: a held step goes back to their state."""
         super().load_state_dict(state)
         self._recorder.take()
         self._recorder.end_step()

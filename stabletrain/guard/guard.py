@@ -1,4 +1,4 @@
-"""`Guard`: no unsafe update reaches the weights of a user's own training loop, and a withheld step is explained.
+"""`Guard`: no unsafe update reaches the weights of a user's own training loop, and a held step is explained.
 
     guard = Guard(model, optimizer)
     for x, y in loader:
@@ -79,7 +79,7 @@ class Guard(LoopGuard):
         """Guards a loop that cannot be edited: judges whenever the loop calls `optimizer.step()`.
 
         The loop keeps its own forward, backward, clipping and loss scale. If it clips, one NaN has spread to every
-        gradient before the guard sees them; the step is withheld all the same.
+        gradient before the guard sees them; the step is held all the same.
 
         Args:
             scaler: the loop's own `GradScaler`; the loop calls `scaler.step(optimizer)` as before.
@@ -99,7 +99,7 @@ class Guard(LoopGuard):
 
         Args:
             closure: runs the forward pass and returns the loss, a scalar. It must not call `backward`. It is run again
-                if the step is withheld.
+                if the step is held.
             batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`. With
                 the batch, the guard can also find the samples at fault. A closure without parameters gets none.
             step: see `at`.

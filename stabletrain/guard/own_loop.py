@@ -56,6 +56,7 @@ class OwnLoop:
         last_applied: the micro-batches of the last step that was applied; empty before the first.
         best_loss: smallest loss of the applied steps.
         frames: `compiled_frames()` when the guard was made.
+        loads: notices that the loop loads weights or moments by itself.
         updating: whether the guard asked for the optimizer's step that is running.
 
     Args:
@@ -128,7 +129,7 @@ class OwnLoop:
     # ---- begin
 
     def begin(self) -> BegunStep:
-        """Begins a step: drops the old gradients, and records the state that forward and backward change."""
+        """Begins a step: records the state that forward and backward change. Before closures, drops old gradients."""
         # The loop may have loaded a checkpoint or added parameters since the last step.
         if self.trained.find() or self.loads.noticed:
             self.state_replaced()

@@ -1,6 +1,6 @@
 """Runs a step's closures again on the live model, from where the step began, and restores everything.
 
-A withheld step left the weights as they were. Its forward and backward pass changed buffers, random generators and
+A held step left the weights as they were. Its forward and backward pass changed buffers, random generators and
 gradients: these are recorded before the step and set for the rerun. Afterwards everything has the values from before
 the rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are gathered as in training.
 """
