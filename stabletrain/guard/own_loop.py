@@ -129,7 +129,7 @@ class OwnLoop:
     # ---- begin
 
     def begin(self) -> BegunStep:
-        """Begins a step: records the state that forward and backward change. Before closures, drops old gradients."""
+        """Begins a step: records the state that forward and backward change; if closures follow, drops gradients."""
         # The loop may have loaded a checkpoint or added parameters since the last step.
         if self.trained.find() or self.loads.noticed:
             self.state_replaced()
