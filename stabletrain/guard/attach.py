@@ -1,11 +1,11 @@
 """Records the steps of a loop that cannot be edited, and judges when the loop calls `optimizer.step()`.
 
 The loop computes gradients as it likes. `LoopRecorder` records the model's forward calls, with the buffers and random
-generators that a withheld step must restore. At `optimizer.step()` the gradients are judged; the optimizer's step runs
+generators that a held step must restore. At `optimizer.step()` the gradients are judged; the optimizer's step runs
 only if the update is applied. If the gradients are finite and the loss is not, this is seen only if the model returns
 the loss, if it passes through a `GradScaler`, or if the module that computes it is known (`criterion`).
 
-To explain a withheld step, the recorded forward calls run again. An adapter that knows how the loop computes its loss
+To explain a held step, the recorded forward calls run again. An adapter that knows how the loop computes its loss
 records that instead (`record`). Otherwise, if the model does not return its loss, only the forward pass can run again.
 If the fault is in the loop's loss or in the backward pass, the step is still skipped, but the faulty operation cannot
 be named.

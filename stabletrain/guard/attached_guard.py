@@ -134,7 +134,7 @@ class AttachedGuard(LoopGuard):
     # ---- a step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it. Load model and optimizer before: a withheld step goes back to their state."""
+        """Restores it. Load model and optimizer before: a held step goes back to their state."""
         super().load_state_dict(state)
         self._recorder.take()
         self._recorder.end_step()
@@ -155,39 +155,37 @@ class AttachedGuard(LoopGuard):
         # The loss that counts: recorded by an adapter, or returned by the model; 0 if unknown, so that the gradients
         # alone are judged. NaN in a loss that was only seen is added.
         if loss is None or (recorded and begun.losses):
-            loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=loop.device)
+            loss = begun.loss if begun.losses else torch.zeros((), device=loop.device)
         if not recorded:
             loss = loss + seen.to(loss.device)
         unclipped, changed = recorder.norms_before_clipping, loop.state_changed(begun)
-        reading = loop.read(loop.steps + 1, loss.detach(), unclipped=unclipped, changed=changed)
+        reading = loop.judge(loop.steps + 1, loss.detach(), loop.parameters, unclipped=unclipped, changed=changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
         if spread and all(not bool(each.isfinite().all()) for each in found):
             self._tracker.note(CLIPPED_NAN)
-        # The loop applies the update in `_loops_update`, which also ends the step; a withheld step ends here.
-        self._pending = begun, self._count(reading)
+        # The loop applies the update in `_loops_update`, which also ends the step; a held step ends here.
+        reading = self._count(reading)
         if not reading.applied:
-            self._end()
-        return reading.applied
+            self._end(begun, reading)
+            return False
+        self._pending = begun, reading
+        return True
 
     @contextlib.contextmanager
     def _loops_update(self) -> Generator[None]:
         """A context in which the loop applies its update, which is undone if it is not finite."""
-        if self._pending is None:  # there was nothing to judge
+        pending, self._pending = self._pending, None
+        if pending is None:  # there was nothing to judge
             yield
             return
-        loop = self._loop
+        loop, (begun, reading) = self._loop, pending
         kept = loop.copies()
-        with loop.forecast.measuring(), loop.update(kept):
+        with begun.given_up_on_error(), loop.forecast.measuring(), loop.update(kept):
             yield
-        if not loop.keep_or_undo(kept):
-            begun, reading = self._pending
-            self._pending = begun, loop.undone(begun, reading)
-        self._end()
+        self._end(begun, reading if loop.keep_or_undo(kept) else loop.undone(begun, reading))
 
-    def _end(self) -> None:
-        """Follows the verdict on the step, after its update was applied or withheld."""
-        assert self._pending is not None
-        (begun, reading), self._pending = self._pending, None
+    def _end(self, begun: BegunStep, reading: Reading) -> None:
+        """Follows the verdict on the step, after its update was applied or held."""
         self._recorder.watching = False  # forward calls of a rerun are not the loop's
         try:
             self._follow(begun, reading)

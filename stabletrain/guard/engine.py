@@ -7,14 +7,18 @@ The life of a step, with the place of each stage in the trainer and in a loop of
 | launched | forward and backward, on numbered batches or by a closure | `step.compute` | `Guard.backward` |
 | gated | ranks agree; the gate closes on the device if a number is bad | `step.commit` | `Judge` |
 | applied or held | the optimizer's step runs, or nothing changes | `step.commit` | `OwnLoop.apply`, `.hold` |
-| read | the numbers are on the host | when the next step is launched (lag 1) | before `step` returns (lag 0) |
+| read | the numbers are on the host | after the next step is launched (lag 1) | in `Judge`, before the update (lag 0) |
 | judged | the policy's verdict, and a third computation if two differed | `settle` | `settle` |
 | explained | the first of several held steps is investigated, the machine tested | `explain_held` | `explain_held` |
 | put back | taken again, restored, rolled back, or the end | `trainer/loop.py`, `rollback.py` | `loop_guard.py` |
 
-Three things differ, and `ReadStep` names them. *A part* of a step is forward and backward of a numbered batch, or a
-call of a closure. *The lag*: at lag 1 the model holds the next step's gradients when a step is judged. *What can be
-read again*: any batch by its number; the arguments of a closure; or nothing, in a loop that cannot be edited.
+A *held* step is one whose update was not applied, or was undone. The policy counts it as skipped, unless it is taken
+again.
+
+The two loops differ in three things, which `ReadStep` hides. *A part* of a step is forward and backward of a numbered
+batch, or a call of a closure. *The lag*: at lag 1 the model holds the next step's gradients when a step is judged.
+*What can be read again*: any batch by its number; the arguments of a closure; or nothing, in a loop that cannot be
+edited.
 """
 
 import math
@@ -155,8 +159,8 @@ def explain_held(step: ReadStep, verdict: Verdict) -> Verdict:
         return verdict
     if guard.kind == "recheck" and guard.recheck.found is None:  # this model's results vary: no fault
         return verdict
-    # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps. (The
-    # count is 0 if the step is to be taken again.)
+    # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps.
+    # (The count is 0 if the step is to be taken again.)
     by_machine = guard.kind in ("state", "recheck")
     if guard.consecutive <= 1 or by_machine or (verdict is Verdict.HALT and guard.kind != handler.newest):
         finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))

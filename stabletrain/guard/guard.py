@@ -1,4 +1,4 @@
-"""`Guard`: no unsafe update reaches the weights of a user's own training loop, and a withheld step is explained.
+"""`Guard`: no unsafe update reaches the weights of a user's own training loop, and a held step is explained.
 
     guard = Guard(model, optimizer)
     for x, y in loader:
@@ -79,7 +79,7 @@ class Guard(LoopGuard):
         """Guards a loop that cannot be edited: judges whenever the loop calls `optimizer.step()`.
 
         The loop keeps its own forward, backward, clipping and loss scale. If it clips, one NaN has spread to every
-        gradient before the guard sees them; the step is withheld all the same.
+        gradient before the guard sees them; the step is held all the same.
 
         Args:
             scaler: the loop's own `GradScaler`; the loop calls `scaler.step(optimizer)` as before.
@@ -99,7 +99,7 @@ class Guard(LoopGuard):
 
         Args:
             closure: runs the forward pass and returns the loss, a scalar. It must not call `backward`. It is run again
-                if the step is withheld.
+                if the step is held.
             batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`. With
                 the batch, the guard can also find the samples at fault. A closure without parameters gets none.
             step: see `at`.
@@ -122,14 +122,16 @@ class Guard(LoopGuard):
         As in PyTorch, gradients add up: divide each loss by the number of micro-batches. Arguments, return value and
         errors are those of `step`.
         """
-        first = self._begun is None
-        if self._begun is None:
+        # Without `_begun` an error gives the step up, and the next one starts from the beginning.
+        begun, self._begun = self._begun, None
+        first = begun is None
+        if begun is None:
             if guard_of(self._loop.optimizer) is not self:
                 raise ConfigError("a newer Guard was made for this optimizer: use one guard for each optimizer")
-            self._begun = self._loop.begin()
-        # Keep the closure with its batch: if the step is withheld, they run again.
-        begun, micro_batch = self._begun, MicroBatch(closure, in_new_containers(batch))
-        try:
+            begun = self._loop.begin()
+        with begun.given_up_on_error():
+            # Keep the closure with its batch: if the step is held, they run again.
+            micro_batch = MicroBatch(closure, in_new_containers(batch))
             begun.versions += versions(batch)
             with self._loop.precision.autocast():
                 value = self._run(micro_batch, begun)
@@ -137,10 +139,7 @@ class Guard(LoopGuard):
             if first and any(parameter.grad is not None for parameter in self._loop.parameters):
                 raise ConfigError("the closure called .backward(): return the loss, and the guard differentiates it")
             self._loop.precision.scale(loss).backward()
-        except BaseException:
-            self._begun = None  # the step is given up; the next one starts from the beginning
-            begun.buffers.put_back()  # such as the statistics of a batch norm
-            raise
+        self._begun = begun
         begun.micro_batches.append(micro_batch)
         begun.losses.append(loss.detach())
         return loss.detach()
@@ -174,17 +173,19 @@ class Guard(LoopGuard):
             self.at(step)
         if begun is None:
             raise ConfigError("guard.update() was called without guard.backward() before it")
-        if all(parameter.grad is None for parameter in self._loop.parameters):
-            raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
-        loss = sum(begun.losses[1:], begun.losses[0])
-        # Check the machine before the numbers are used: has memory changed since the last update, and does this step's
-        # gradient come out with the same bits a second time?
-        changed, recheck = self._loop.state_changed(begun), self._recheck(begun)
-        # Judge on the unscaled, unclipped gradients; this waits for the device.
-        reading = self._count(self._loop.read(self._loop.steps + 1, loss, changed=changed, recheck=recheck))
+        loop, loss = self._loop, begun.loss
+        with begun.given_up_on_error():
+            if all(parameter.grad is None for parameter in loop.parameters):
+                raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
+            # Check the machine before the numbers are used: has memory changed since the last update, and does this
+            # step's gradient come out with the same bits a second time?
+            changed, recheck = loop.state_changed(begun), self._recheck(begun)
+            # Judge on the unscaled, unclipped gradients; this waits for the device. Then update, if the gate is open.
+            reading = loop.judge(loop.steps + 1, loss, loop.parameters, changed=changed, recheck=recheck)
+            reading = loop.apply(begun, self._count(reading))
+        # Follow the policy's verdict on the step.
         try:
-            # Apply or withhold the update, and follow the policy's verdict on the step.
-            self._follow(begun, self._loop.apply(begun, reading))
+            self._follow(begun, reading)
         finally:
             self._end_step()
         return loss

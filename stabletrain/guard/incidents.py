@@ -1,4 +1,4 @@
-"""Investigates a withheld step of a user's loop and writes its folder, on one rank or several."""
+"""Investigates a held step of a user's loop and writes its folder, on one rank or several."""
 
 import contextlib
 from collections.abc import Sequence

@@ -63,7 +63,6 @@ class Judge:
         unclipped: Callable[[GradNorms], GradNorms] | None = None,
         changed: Number = 0.0,
         recheck: Number = 0.0,
-        unproven: bool = False,
     ) -> Reading:
         """Unscales, measures, judges and clips the gradients; returns the step's numbers.
 
@@ -73,7 +72,6 @@ class Judge:
             parameters: those that the optimizer updates; at least one has a gradient.
             changed: 1 if the state has changed since the last update, else 0.
             recheck: how far the gradients differ from a second computation.
-            unproven: whether this rank would check the update afterwards.
             unclipped: returns the norms from before the loop itself clipped; None if it does not.
         """
         found, loss_scale = gradients(parameters), self.precision.loss_scale()
@@ -85,15 +83,17 @@ class Judge:
         sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
         # Judge with the numbers of all ranks, as the trainer does.
         terms, norms = LossTerms(loss.float()), replace(norms, sharded=sharded)
-        checks = StepChecks(0.0, 0.0, buffer_norm, changed, recheck, unproven=float(unproven))
+        unproven = float(bool(self._policy.update_check.why(self._optimizer)))
+        checks = StepChecks(0.0, 0.0, buffer_norm, changed, recheck, unproven=unproven)
         gated = close_gate(terms, norms, checks, self._parallel, self.precision, self._policy.gate)
         # Clip whether or not the gate is open: the host does not know yet.
         clipped = Clipped(1.0)
         if self._clip is not None:
             clipped = Clipped(self._clip.factor(gated.norms))
             multiply_(found, torch.as_tensor(clipped.coef))
+        # The learning rate of this step's update: lower for some steps after a rollback.
+        lr = float(self._optimizer.param_groups[0].get("lr", 0.0)) * self._policy.lr_multiplier(step - 1)
         # Wait for the numbers.
-        lr = float(self._optimizer.param_groups[0].get("lr", 0.0))
         numbers = gated.numbers(step, clipped, loss_scale=loss_scale, lr=lr, withheld=~gated.gate)
         reading = InFlight(numbers).wait()
         self.unproven = bool(gated.checks.unproven)

@@ -135,7 +135,7 @@ class LoopGuard:
         return reading
 
     def _follow(self, begun: BegunStep, reading: Reading) -> None:
-        """Gets the verdict on a step whose update was applied or undone or never made, and follows it."""
+        """Gets the verdict on a step whose update was applied or held, and follows it."""
         loop, policy = self._loop, self._loop.policy
         # A held step changes nothing: its buffers are restored first.
         if not reading.applied:
@@ -238,7 +238,7 @@ class LoopGuard:
 
     @property
     def skipped(self) -> int:
-        """Number of steps that were withheld, fp16's routine overflows included."""
+        """Number of steps that were held, fp16's routine overflows included."""
         return sum(self._loop.policy.skips.values())
 
     @property
@@ -248,7 +248,7 @@ class LoopGuard:
 
     @property
     def skips(self) -> dict[str, int]:
-        """Number of steps that were withheld, by kind.
+        """Number of steps that were held, by kind.
 
         The kinds are `nonfinite`, `spike`, `overflow`, `state`, `recheck` and `update`.
         """

@@ -112,13 +112,13 @@ class LoopStates(KeptStates, NoStates):
             only_optimizer_writes=False,  # the loop may write weights at any time
         )
         self.lengths = []
-        self._policy, self._loader, self._chosen = policy, loader, False
+        self._loader, self._chosen = loader, False
         self._beside: dict[int, BesideSnapshot] = {}  # by step
         self._passed, self._first = 0, -1
 
     def before_first_update(self, step: int) -> None:
         """Takes the first snapshot, before the first judged step; `step` is the number of steps done."""
-        if not self._policy.states.steps:
+        if not self._guard.states.steps:
             # The loop has already read this step's batch, which the loader's position includes.
             self._first = step
             self._choose_memory()
@@ -131,7 +131,7 @@ class LoopStates(KeptStates, NoStates):
         self._chosen, ranks = True, current_ranks()
         line = choose_memory(
             self.state,
-            snapshots=self._policy.states.most_retained,
+            snapshots=self._guard.states.most_retained,
             checkpoints=0,
             ranks=ranks.local_world_size,
             free=free_host_memory(),
@@ -155,7 +155,7 @@ class LoopStates(KeptStates, NoStates):
     def retain(self) -> None:
         """Frees the snapshots that the policy no longer retains, and what is kept beside them."""
         super().retain()
-        self._beside = {step: each for step, each in self._beside.items() if step in self._policy.states.steps}
+        self._beside = {step: each for step, each in self._beside.items() if step in self._guard.states.steps}
 
     def older(self, step: int) -> Tree | None:
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
@@ -174,7 +174,7 @@ class LoopStates(KeptStates, NoStates):
         if tree is None:
             return None
         # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
-        plan = self._policy.begin_rollback(step, step)
+        plan = self._guard.begin_rollback(step, step)
         read = step + self._passed - self._beside[tree["step"]].read
         self._put_in_place(tree)
         self._passed += plan.skip_batches
@@ -185,7 +185,7 @@ class LoopStates(KeptStates, NoStates):
 
         No batches are passed over. With a loader, those since that state are read again.
         """
-        tree = self.newest_intact(max(self._policy.states.steps, default=None), step=number)
+        tree = self.newest_intact(max(self._guard.states.steps, default=None), step=number)
         if tree is None:
             return None
         self._put_in_place(tree)

@@ -44,7 +44,7 @@ class LoopStep(ReadStep):
         """Collects everything that an investigation of the step needs."""
         loop, begun, own = self.loop, self.begun, None
         if self.parallel.ranks.distributed:
-            own = RankPart(self.parallel.ranks.rank, float(sum(begun.losses[1:], begun.losses[0])))
+            own = RankPart(self.parallel.ranks.rank, float(begun.loss))
         return LoopSubject(
             loop.rerun(begun, reading.loss_scale),
             reading._replace(step=self.number),

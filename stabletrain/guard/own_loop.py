@@ -56,6 +56,7 @@ class OwnLoop:
         last_applied: the micro-batches of the last step that was applied; empty before the first.
         best_loss: smallest loss of the applied steps.
         frames: `compiled_frames()` when the guard was made.
+        loads: notices that the loop loads weights or moments by itself.
         updating: whether the guard asked for the optimizer's step that is running.
 
     Args:
@@ -128,7 +129,7 @@ class OwnLoop:
     # ---- begin
 
     def begin(self) -> BegunStep:
-        """Begins a step: drops the old gradients, and records the state that forward and backward change."""
+        """Begins a step: records the state that forward and backward change; if closures follow, drops gradients."""
         # The loop may have loaded a checkpoint or added parameters since the last step.
         if self.trained.find() or self.loads.noticed:
             self.state_replaced()
@@ -150,11 +151,6 @@ class OwnLoop:
         self._start_noted = False
 
     # ---- judge
-
-    def read(self, step: int, loss: Tensor, **numbers: Any) -> Reading:
-        """Judges the step that was just computed; returns its numbers. The arguments are those of `Judge`."""
-        unproven = bool(self.policy.update_check.why(self.optimizer))
-        return self.judge(step, loss, self.parameters, unproven=unproven, **numbers)
 
     def state_changed(self, begun: BegunStep) -> Number:
         """Returns 1 if weights, moments or buffers have changed since the last update, else 0."""
@@ -209,7 +205,7 @@ class OwnLoop:
 
         If the step raises an error, `kept` is put back, so that no partial update remains.
         """
-        factor = self.policy.lr_multiplier(self.steps)
+        factor = self.policy.lr_multiplier(self.steps - 1)  # this step's number, counted from 0
         groups = [group for group in self.optimizer.param_groups if factor != 1.0 and "lr" in group]
         rates = [group["lr"] for group in groups]
         for group in groups:
@@ -267,8 +263,7 @@ class OwnLoop:
         """Returns whether the update can be applied again, or the closures run again on unchanged batches."""
         if self.parallel.ranks.distributed:
             return False
-        same_batches = all(tensor._version == version for tensor, version in begun.versions)
-        return reading.bad_update or (self.runs_closures and same_batches)
+        return reading.bad_update or (self.runs_closures and not begun.batches_changed)
 
     def take_again(self, begun: BegunStep, reading: Reading) -> Reading:
         """Takes a held step again, because its numbers were wrong and have changed nothing; returns its numbers.
@@ -276,20 +271,16 @@ class OwnLoop:
         If the update was wrong, it is applied again. Otherwise the closures run twice more, and the gradients of both
         runs must have the same bits.
         """
-        if reading.bad_update:
-            if begun.after_forward is not None:
-                begun.after_forward.put_back()
-            self.precision.unscaled_again()
-            return self.apply(begun, reading._replace(applied=True, bad_update=False))
-        self.policy.recheck.forget()  # its comparison is of the first try
-        try:
+        with begun.given_up_on_error():
+            if reading.bad_update:
+                if begun.after_forward is not None:
+                    begun.after_forward.put_back()
+                self.precision.unscaled_again()
+                return self.apply(begun, reading._replace(applied=True, bad_update=False))
+            self.policy.recheck.forget()  # its comparison is of the first try
             first, second = self._compute_again(begun), self._compute_again(begun)
-        except BaseException:  # the step is given up, as when its first forward pass raises an error
-            begun.buffers.put_back()
-            raise
-        differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self.device)
-        loss = sum(begun.losses[1:], begun.losses[0])
-        return self.apply(begun, self.read(reading.step, loss, recheck=differs))
+            differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self.device)
+            return self.apply(begun, self.judge(reading.step, begun.loss, self.parameters, recheck=differs))
 
     def _compute_again(self, begun: BegunStep) -> Tensor:
         """Runs the closures of a step from where it began; returns the sums of the gradients' bits."""

@@ -1,6 +1,6 @@
 """Runs a step's closures again on the live model, from where the step began, and restores everything.
 
-A withheld step left the weights as they were. Its forward and backward pass changed buffers, random generators and
+A held step left the weights as they were. Its forward and backward pass changed buffers, random generators and
 gradients: these are recorded before the step and set for the rerun. Afterwards everything has the values from before
 the rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are gathered as in training.
 """
@@ -49,6 +49,25 @@ class BegunStep:
     def __post_init__(self) -> None:
         kind = self.generators.device.type
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    @property
+    def loss(self) -> Tensor:
+        """Sum of the micro-batches' losses, 0-d, on the device."""
+        return sum(self.losses[1:], self.losses[0])
+
+    @property
+    def batches_changed(self) -> bool:
+        """Whether a batch was written since its closure first read it: a rerun would not compute the same."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+    @contextlib.contextmanager
+    def given_up_on_error(self) -> Generator[None]:
+        """A context in which an error ends the step: the buffers, such as batch norm's statistics, are restored."""
+        try:
+            yield
+        except BaseException:
+            self.buffers.put_back()
+            raise
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A withheld step of a user's loop, as an investigation sees it: its closures run again on the live model."""
+"""A held step of a user's loop, as an investigation sees it: its closures run again on the live model."""
 
 import contextlib
 import math

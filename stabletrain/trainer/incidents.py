@@ -1,12 +1,12 @@
 """A step of the trainer as the engine sees it: what an investigation gets, and how the step is computed again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.facts import same_bits
@@ -24,7 +24,6 @@ from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.records import Batch, Reading, TrainState
 from stabletrain.step import InFlight, apply, compute, count_targets, forward_backward
-from stabletrain.tools import Tools
 from stabletrain.trainer.run import TrainingRun
 
 UNUSED_BATCHES = 1_000_003
@@ -49,10 +48,6 @@ class ExecutedStep(NamedTuple):
     def reading(self) -> Reading:
         """Waits for the step's reading and returns it."""
         return self.in_flight.wait()
-
-    def micro_batches(self, device: torch.device, parts: int) -> list[Batch]:
-        """Returns the step's micro-batches on the device."""
-        return self.batch.to(device).split(parts)
 
 
 class StepOfRun(ReadStep):
@@ -107,58 +102,44 @@ class StepOfRun(ReadStep):
 
     def differs_when_repeated(self, cause: str | None) -> bool:
         """Computes the step again. The gradients of the next step, if it has been computed, are lost."""
-        return differs_when_repeated(self.state, self.run.tools, self.executed, self._micro_batches(), self.reading)
+        state, tools, executed = self.state, self.run.tools, self.executed
+        executed.saved_buffers.put_back()
+        state.step -= 1  # the step is counted already, and its randomness is seeded by its number
+        computed = compute(state, self._micro_batches(), tools)
+        state.step += 1
+        terms, norms, _ = tools.parallel.reduce_stats(computed.terms, computed.norms, computed.checks)
+        executed.saved_buffers.put_back()
+        executed.in_flight.recomputed = True
+        loss, norm = torch.stack([terms.total, norms.total]).float().tolist()
+        return not (same_bits(loss, self.reading.loss) and same_bits(norm, self.reading.grad_norm))
 
     def update_again(self) -> None:
         """See `ReadStep`."""
         apply(self.state.optimizer, torch.ones((), dtype=torch.bool, device=self.device))
 
     def gradient_again(self, compared: Compared) -> Tensor | None:
-        """Computes the gradients of the first micro-batch on a copy of the model, which is never compiled."""
+        """Computes the first micro-batch again, on a copy of the model, which is never compiled."""
         model, tools = self.state.model, self.run.tools
         if compiled_shape(model) is not None:
             return None
         tools = replace(tools, precision=with_loss_scale(tools.precision, self.reading.loss_scale))
-        return third_gradient(model, tools, self.executed.saved_buffers, self._micro_batches(), compared)
+        model = copy_of_model(model)
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), self.executed.saved_buffers.tensors(), strict=True):
+                buffer.copy_(before)
+        batches = self._micro_batches()
+        n_valid, _ = count_targets(batches)
+        first = next(batch for batch in batches if batch.targets.numel())
+        assert compared.generators is not None
+        with rng_restored(model), uncompiled(), torch.enable_grad():
+            compared.generators.set()
+            forward_backward(tools.wrap_alone(model), first, n_valid, tools)
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return sums([gradients[name] for name in compared.names], self.device)
 
     def _micro_batches(self) -> list[Batch]:
-        return self.executed.micro_batches(self.device, self.run.plan.grad_accum_steps)
-
-
-def differs_when_repeated(
-    state: TrainState, tools: Tools, executed: ExecutedStep, micro_batches: list[Batch], reading: Reading
-) -> bool:
-    """Computes a skipped step again; returns whether loss or gradient norm have other bits. All ranks must call it.
-
-    The gradients of the next step, if it has been computed, are lost.
-    """
-    executed.saved_buffers.put_back()
-    state.step -= 1
-    computed = compute(state, micro_batches, tools)
-    state.step += 1
-    terms, norms, _ = tools.parallel.reduce_stats(computed.terms, computed.norms, computed.checks)
-    executed.saved_buffers.put_back()
-    executed.in_flight.recomputed = True
-    loss, norm = torch.stack([terms.total, norms.total]).float().tolist()
-    return not (same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm))
-
-
-def third_gradient(
-    model: nn.Module, tools: Tools, buffers: SavedBuffers, batches: Sequence[Batch], compared: Compared
-) -> Tensor:
-    """Computes the gradients of the step's first micro-batch on a copy of the model; returns the sums of their bits."""
-    assert compared.generators is not None
-    model = copy_of_model(model)
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers.tensors(), strict=True):
-            buffer.copy_(before)
-    n_valid, _ = count_targets(batches)
-    first = next(batch for batch in batches if batch.targets.numel())
-    with rng_restored(model), uncompiled(), torch.enable_grad():
-        compared.generators.set()
-        forward_backward(tools.wrap_alone(model), first, n_valid, tools)
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return sums([gradients[name] for name in compared.names], first.targets.device)
+        """Returns the step's micro-batches on the device."""
+        return self.executed.batch.to(self.device).split(self.run.plan.grad_accum_steps)
 
 
 def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Repro:

@@ -1,4 +1,4 @@
-"""Logs an executed step: its metrics, the progress line, and alarms."""
+"""Logs an executed step: its metrics, and the progress line."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

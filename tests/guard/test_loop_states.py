@@ -86,3 +86,20 @@ def test_a_damaged_snapshot_is_named_and_an_older_one_is_restored(tmp_path, capl
     assert same(loop.bits(), wanted)
     told = [record.message for record in caplog.records if "damaged" in record.message]
     assert told == ["step 70: the snapshot after step 6 is damaged: not used"]
+
+
+def test_after_a_rollback_exactly_lr_steps_updates_have_the_lower_rate_and_their_readings_say_so(tmp_path):
+    policy = RollbackGuard(patience=1, snapshot_every=1, healthy_after=0, skip_batches=0, lr_steps=3)
+    loop = Loop(tmp_path, policy=policy, max_incidents=0)
+    used, rate = [], loop.optimizer.param_groups[0]["lr"]
+    loop.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+    for batch in batches(3):
+        loop.guard.step(loop.loss, batch)
+    x, y = batches(1)[0]
+    loop.guard.step(loop.loss, (torch.full_like(x, math.nan), y))
+    assert loop.guard._loop.policy.rollbacks == 1
+    read = []
+    for batch in batches(5):
+        loop.guard.step(loop.loss, batch)
+        read.append(loop.guard.last.lr)
+    assert used[3:] == read == [rate * 0.5] * 3 + [rate] * 2

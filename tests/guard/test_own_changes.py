@@ -5,10 +5,12 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from stabletrain.errors import TrainingHalted
+from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.guard.guard import Guard
+from tests.guard.given import batches, bits, network, same
 
 
 def loop(tmp_path, **options):
@@ -167,3 +169,53 @@ def test_parameters_that_are_added_are_no_memory_fault_and_are_checked_too(tmp_p
     else:
         with pytest.raises(TrainingHalted, match="not what the last update left"):
             steps(1)
+
+
+class Interrupted(torch.optim.SGD):
+    """An optimizer whose step is interrupted when `interrupts` says so."""
+
+    interrupts = False
+
+    def step(self, closure=None):
+        if Interrupted.interrupts:
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_step_that_an_error_ends_changes_nothing_and_is_no_memory_fault(tmp_path, monkeypatch, attached, checked):
+    """Its forward pass has written the buffers, which are put back."""
+    model = network()
+    optimizer = Interrupted(model.parameters(), lr=1e-2)
+    make = Guard.attach if attached else Guard
+    guard = make(model, optimizer, folder=tmp_path, checksum_every=1, max_incidents=0, check_update=checked)
+
+    def step(x, y):
+        if not attached:
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), batch=(x, y))
+            return
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    data = batches(4)
+    step(*data[0])
+    before = bits(model, optimizer)
+    monkeypatch.setattr(Interrupted, "interrupts", True)
+    with pytest.raises(KeyboardInterrupt):
+        step(*data[1])
+    monkeypatch.setattr(Interrupted, "interrupts", False)
+    assert same(bits(model, optimizer), before)
+    optimizer.zero_grad()
+    if attached and not checked:
+        optimizer.step()  # without gradients there is nothing to judge
+        assert guard.state_dict()["step"] == 2
+    if not attached:
+        with pytest.raises(ConfigError, match="got a gradient"):
+            guard.step(lambda x, y: model(x).detach().mean() + torch.zeros((), requires_grad=True), batch=data[1])
+        assert same(bits(model, optimizer), before)
+    step(*data[2])
+    step(*data[3])
+    assert guard.last.applied
+    assert guard.skipped == 0

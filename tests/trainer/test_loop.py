@@ -189,7 +189,7 @@ def test_an_error_within_a_step_is_recorded_and_raised_as_it_was():
 @pytest.fixture(autouse=True)
 def _computed_again(monkeypatch):
     """The readings here are made up, so a step that is computed again would come out otherwise."""
-    monkeypatch.setattr("stabletrain.trainer.incidents.differs_when_repeated", lambda *_: False)
+    monkeypatch.setattr("stabletrain.trainer.incidents.StepOfRun.differs_when_repeated", lambda *_: False)
 
 
 def settled(guard, numbers, **options):

@@ -362,5 +362,5 @@ def test_a_skipped_step_that_is_computed_again_costs_the_next_one_nothing(tmp_pa
         return weights(job)
 
     once_more = run("computed again")
-    monkeypatch.setattr("stabletrain.trainer.incidents.differs_when_repeated", lambda *_: False)
+    monkeypatch.setattr("stabletrain.trainer.incidents.StepOfRun.differs_when_repeated", lambda *_: False)
     assert same(once_more, run("not"))
