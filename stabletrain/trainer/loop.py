@@ -237,7 +237,8 @@ def judge_step(
     Raises:
         TrainingHalted: the guard gave up.
     """
-    reading, guard, parallel = executed.reading(), run.tools.guard, run.parallel
+    step, guard, parallel = StepOfRun(run, executed), run.tools.guard, run.parallel
+    reading = step.reading
     if reading.bad_update and not executed.in_flight.undone:
         # The weights are not finite, and there are no copies. Restore an older state and repeat the step with copies:
         # the update is then undone immediately, and can be investigated.
@@ -247,7 +248,6 @@ def judge_step(
         guard.note_retry(reading.step, reading.rank)  # the restored guard does not know it
         return False
     # The verdict on the numbers, after an investigation of a held step, which may change it.
-    step = StepOfRun(run, executed)
     verdict = settle(step)
     parallel.note_stop(reading.stop)
     if verdict is Verdict.RESTORE:  # the step is not logged: it is repeated, and logged then
