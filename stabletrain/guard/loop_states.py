@@ -100,12 +100,12 @@ class LoopStates(KeptStates, NoStates):
         precision: FullPrecision,
         loader: Loader | None,
         tracker: NoTracker,
-        forecast: NoForecast | None = None,
-        any_rank: Callable[[bool], bool] = bool,
+        forecast: NoForecast,
+        any_rank: Callable[[bool], bool],
     ) -> None:
         super().__init__(
             TrainState(model, optimizer),
-            {"guard": policy, "scaling": precision, "forecast": forecast or NoForecast()},
+            {"guard": policy, "scaling": precision, "forecast": forecast},
             guard=policy,
             tracker=tracker,
             any_rank=any_rank,

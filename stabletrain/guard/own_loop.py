@@ -108,8 +108,9 @@ class OwnLoop:
         self.forecast = forecast_of_loop(forecast_every, self.state, self.judge, tracker)
         self.states = NoStates()
         if isinstance(policy, RollbackGuard):
-            given = policy, chosen, loader, tracker, self.forecast, parallel.any_rank
-            self.states = LoopStates(self.model, self.optimizer, *given)
+            self.states = LoopStates(
+                self.model, self.optimizer, policy, chosen, loader, tracker, self.forecast, parallel.any_rank
+            )
         self.last_applied: list[MicroBatch] = []
         self.best_loss, self.updating, self._start_noted = math.inf, False, False
         self.frames = compiled_frames()

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.fake_card import as_if_on_a_card
 from stabletrain.checkpoint.snapshots import Snapshots
+from stabletrain.forecast.forecast import NoForecast
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.loop_states import LoopStates
 from stabletrain.guard.policy import RollbackGuard
@@ -33,9 +34,8 @@ def card():
         optimizer.step()
         policy = RollbackGuard(snapshot_every=1)
         policy.check_state_every(0)
-        taken = LoopStates(
-            model, optimizer, policy, precision_of_loop(None, torch.device("cuda", 0)), None, NoTracker()
-        )
+        precision = precision_of_loop(None, torch.device("cuda", 0))
+        taken = LoopStates(model, optimizer, policy, precision, None, NoTracker(), NoForecast(), bool)
         card.restart()
         yield model, optimizer, taken, card
 
