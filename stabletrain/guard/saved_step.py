@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stabletrain.buffers import buffers_of
 from stabletrain.checkpoint.tree import flatten, map_tensors, unflatten
+from stabletrain.checkpoint.writer import DTYPES
 from stabletrain.errors import ConfigError
 from stabletrain.forensics import saved_step as files
 from stabletrain.forensics.facts import Outcome, compared
@@ -52,7 +53,13 @@ def why_not_replayable(rerun: Rerun, *, sharded: bool, keep_state: bool) -> str:
         flatten([each.batch for each in rerun.begun.micro_batches])
     except TypeError as error:
         return f"the batch cannot be saved: {error}"
-    return ""
+    odd = [tensor for each in rerun.begun.micro_batches for _, tensor in named_tensors(each.batch) if not fits(tensor)]
+    return f"the batch cannot be saved: it holds a tensor of {odd[0].layout} and {odd[0].dtype}" if odd else ""
+
+
+def fits(tensor: Tensor) -> bool:
+    """Returns whether a safetensors file can hold a tensor: it is dense, and its dtype is known there."""
+    return tensor.layout == torch.strided and not tensor.is_nested and tensor.dtype in DTYPES
 
 
 def why_not_importable(closure: Callable[..., Any]) -> str:
@@ -62,8 +69,9 @@ def why_not_importable(closure: Callable[..., Any]) -> str:
         return "the closure is defined in the script itself (__main__): move it to a module that can be imported"
     if not name or "<" in name:
         return "the closure is a lambda or a function inside a function: define it at the top level of a module"
-    found = getattr(sys.modules.get(module), name, None)
-    return "" if found is closure else f"'{name}' of the module '{module}' is not the closure"
+    if getattr(sys.modules.get(module), name, None) is not closure:
+        return f"'{name}' of the module '{module}' is not the closure"
+    return "" if getattr(sys.modules[module], "__file__", None) else f"the module '{module}' has no file"
 
 
 def name_of_model(closure: Callable[..., Any], model: nn.Module) -> str:
@@ -76,7 +84,7 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
     """Writes a step into its incident's folder.
 
     Args:
-        whole: whether to write all that a replay needs, or the tensors of the batch only.
+        whole: whether to write all that a replay needs, or only those tensors of the batch that `fits` accepts.
         comparable: whether a replay must give the step's bits.
 
     Raises:
@@ -84,8 +92,10 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
     """
     begun = rerun.begun
     if not whole:
-        numbered = enumerate(begun.micro_batches)
-        files.write_batch(folder, {f"{i}/{name}": t for i, each in numbered for name, t in named_tensors(each.batch)})
+        named = [
+            (f"{i}/{name}", t) for i, each in enumerate(begun.micro_batches) for name, t in named_tensors(each.batch)
+        ]
+        files.write_batch(folder, {name: tensor for name, tensor in named if fits(tensor)})
         return
     generators = begun.generators
     version, keys, *numpy = generators.numpy

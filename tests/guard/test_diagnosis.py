@@ -4,12 +4,15 @@ import inspect
 import json
 import math
 import random
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 from stabletrain.forensics.incident_list import incidents
@@ -491,13 +494,42 @@ def test_a_mark_of_missing_values_is_not_blamed_for_another_fault(tmp_path):
     assert 4 in [sample["index"] for sample in record["samples"]]
 
 
-def test_a_batch_that_cannot_be_written_does_not_end_the_training(tmp_path, caplog):
+@pytest.mark.parametrize(
+    "odd", [torch.eye(8).to_sparse(), torch.ones(8, dtype=torch.complex128)], ids=["sparse", "complex"]
+)
+def test_a_batch_that_cannot_be_written_is_explained_and_written_as_far_as_it_can_be(tmp_path, odd):
     loop = Loop(tmp_path)
-    x, y = spoilt(batches(1)[0], 3)
-    sparse = torch.eye(8).to_sparse()
-    loop.guard.step(lambda x, y, s: loop.loss(x, y) + 0.0 * torch.sparse.sum(s), batch=(x, y, sparse))
+    x, y = batches(1)[0]
+    loop.guard.step(lambda x, y, odd: loop.loss(x, y) / (y[3] * 0), batch=(x, y, odd))
     assert not loop.guard.last.applied
-    assert "not investigated" in caplog.text or loop.guard.incidents
+    assert record_of(loop.guard)["cause"] == "unsafe_op"
+    assert {*load_file(loop.guard.incidents[0].path / "batch.safetensors")} == {"0/0", "0/1"}
+
+
+def module_of(source, name, monkeypatch):
+    """A module made in memory, which has no file."""
+    made = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, made)
+    exec(source, vars(made))
+    return made
+
+
+def test_a_closure_of_a_module_without_file_is_explained_although_it_cannot_be_replayed(tmp_path, monkeypatch):
+    made = module_of(MODULE, "made_in_memory", monkeypatch)
+    guard = Guard(made.model, torch.optim.SGD(made.model.parameters(), lr=0.1), folder=tmp_path)
+    guard.step(made.loss, batch=(torch.full((8, 4), 9.0), torch.randn(8)))
+    record = record_of(guard)
+    assert (record["cause"], record["not_replayable"]) == ("unsafe_op", "the module 'made_in_memory' has no file")
+
+
+def test_a_step_whose_batch_cannot_be_written_says_so(tmp_path, monkeypatch):
+    made = module_of(MODULE, "made_in_memory", monkeypatch)
+    made.__file__ = str(tmp_path / "mine.py")
+    guard = Guard(made.model, torch.optim.SGD(made.model.parameters(), lr=0.1), folder=tmp_path)
+    exec("def all_three(x, y, odd):\n    return loss(x, y)", vars(made))
+    guard.step(made.all_three, batch=(torch.full((8, 4), 9.0), torch.randn(8), torch.eye(8).to_sparse()))
+    why = "the batch cannot be saved: it holds a tensor of torch.sparse_coo and torch.float32"
+    assert record_of(guard)["not_replayable"] == why
 
 
 def test_a_dictionary_that_the_loop_refills_is_no_reason_to_know_nothing(tmp_path):
