@@ -79,6 +79,7 @@ class SavedStep(FormatAndStep, total=False):
     precision: str
     comparable: bool
     device: str
+    trained: list[str]
 
 
 def write_step(folder: Path, about: Tree, batch: Tree, model: nn.Module, buffers: Sequence[Tensor]) -> None:

@@ -92,9 +92,8 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
     """
     begun = rerun.begun
     if not whole:
-        named = [
-            (f"{i}/{name}", t) for i, each in enumerate(begun.micro_batches) for name, t in named_tensors(each.batch)
-        ]
+        numbered = enumerate(begun.micro_batches)
+        named = [(f"{i}/{name}", tensor) for i, each in numbered for name, tensor in named_tensors(each.batch)]
         files.write_batch(folder, {name: tensor for name, tensor in named if fits(tensor)})
         return
     generators = begun.generators
@@ -105,6 +104,7 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         "numpy": [version, torch.from_numpy(keys.astype("int64")), *numpy],
         "python": generators.python,
     }
+    trained = set(map(id, rerun.parameters))
     closures = [closure_record(each.closure, rerun.model) for each in begun.micro_batches]
     trusted.remember(closures)
     about = {
@@ -116,6 +116,7 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         "reading": reading._asdict(),
         "comparable": comparable,
         "device": str(generators.device),
+        "trained": [name for name, each in rerun.model.named_parameters() if id(each) in trained],
         "threads": torch.get_num_threads(),
     }
     batch = {"batches": [each.batch for each in begun.micro_batches], "generators": drawn}
@@ -185,7 +186,9 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
     batches = map_tensors(lambda tensor: tensor.to(home), kept["batches"])
     micro_batches = [MicroBatch(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
     begun = BegunStep(generators_of(kept["generators"], device), buffers_of(model).save(), micro_batches)
-    parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # The gradient norm is that of the optimizer's parameters. An incident of an earlier version does not name them.
+    trained = saved.get("trained") or [name for name, each in model.named_parameters() if each.requires_grad]
+    parameters: list[Tensor] = [parameter for name, parameter in model.named_parameters() if name in trained]
     chosen = precision_of_loop(saved["precision"] or None, device)
     rerun = Rerun(model, outer, parameters, chosen, begun, saved["loss_scale"])
     outcome = compared(outcome_of(rerun.run, math.inf), reading, None, saved["comparable"])

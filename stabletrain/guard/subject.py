@@ -25,9 +25,17 @@ from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.checks.recheck import Finding
 from stabletrain.guard.in_code import for_any_loop, unknown_beyond_forward
-from stabletrain.guard.micro_batch import MicroBatch, named_tensors
+from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.rerun import Rerun
-from stabletrain.guard.samples import BatchTrials, bad_samples, largest_input, place_of, without_bad_values
+from stabletrain.guard.samples import (
+    NO_BATCH,
+    BatchTrials,
+    bad_samples,
+    largest_input,
+    place_of,
+    with_other_batches,
+    without_bad_values,
+)
 from stabletrain.guard.saved_step import save_loop_step, why_not_replayable
 from stabletrain.guard.whole_weights import WholeWeights
 from stabletrain.machine.compiling import uncompiled
@@ -41,8 +49,6 @@ WHOLE_WEIGHTS = "whole weights"
 
 CLEANED = "cleaned"
 """Variant: 0 in place of every NaN and Inf of the batch."""
-
-NO_BATCH = "the closure takes no batch: let it take one, and pass it as guard.step(closure, batch=...)"
 
 
 @dataclass
@@ -216,7 +222,7 @@ class LoopSubject(Subject):
             raise NotPossible(self.gap or "nothing was recorded of the step")
         micro_batches = begun
         if variant == "fresh_batch":
-            micro_batches = self._other_batches()
+            micro_batches = with_other_batches(begun, self.usual)
         elif variant == CLEANED:
             micro_batches = without_bad_values(begun)
         elif variant == "older_state":
@@ -242,21 +248,6 @@ class LoopSubject(Subject):
         return self.rerun.run(
             micro_batches, true_fp32=variant == "fp32", weights=weights, backward=backward, watched_by=watched_by
         )
-
-    def _other_batches(self) -> list[MicroBatch]:
-        """Returns this step's closures with the batches of the last step that was applied."""
-        micro_batches = self.rerun.begun.micro_batches
-        if not all(each.takes_batch for each in micro_batches):
-            raise NotPossible(NO_BATCH)
-        if not self.usual:
-            raise NotPossible("no step was applied before, so there is no other batch")
-        memory = [
-            {tensor.data_ptr() for each in step for _, tensor in named_tensors(each.batch)}
-            for step in (micro_batches, self.usual)
-        ]
-        if memory[0] & memory[1]:
-            raise NotPossible("the loop reuses the memory of a batch, so there is no other batch")
-        return [MicroBatch(each.closure, self.usual[i % len(self.usual)].batch) for i, each in enumerate(micro_batches)]
 
     def _older_weights(self) -> Mapping[str, Any]:
         tree = self.older()
