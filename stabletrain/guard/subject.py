@@ -59,9 +59,7 @@ class LoopSubject(Subject):
         rerun: runs the closures again.
         reading, part, step, changes, recheck: see `Subject`.
         usual: the micro-batches of the last step that was applied; empty before the first.
-        older_state: returns an older state; None if there is none.
-        update: runs the step again under `trace_update`, and puts everything back; None for any other kind of
-            incident.
+        older, update: see `Subject`; `update` puts everything back.
         sharded: whether the weights are sharded across ranks.
         deadline: see `Subject`.
         keep_state: whether the weights are saved, if the step can be replayed from its folder.
@@ -74,7 +72,7 @@ class LoopSubject(Subject):
     step: int
     changes: Sequence[tuple[str, str, str]] = ()
     usual: Sequence[MicroBatch] = ()
-    older_state: Callable[[], Tree | None] = lambda: None
+    older: Callable[[], Tree | None] = lambda: None
     part: RankPart | None = None
     recheck: Finding | None = None
     update: Callable[[], UpdateFault | None] | None = None
@@ -107,15 +105,11 @@ class LoopSubject(Subject):
         self, model: nn.Module | None, older: Callable[[], Tree | None], deadline: float, requests: Requests
     ) -> None:
         """See `Subject`. The closures run on the live model, whatever `model` is."""
-        self.older_state, self.deadline, self.requests = older, deadline, requests
+        self.older, self.deadline, self.requests = older, deadline, requests
 
     def serves(self) -> Mapping[str, Callable[..., object]]:
         """See `Subject`: with sharded weights the ranks run the step together, each with its own micro-batches."""
         return {RERUN: self._run_here, WHOLE_WEIGHTS: self._whole.gather}
-
-    def older(self) -> Tree | None:
-        """See `Subject`."""
-        return self.older_state()
 
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """See `Subject`."""
@@ -146,13 +140,9 @@ class LoopSubject(Subject):
             return outcome
         if self.gap and math.isfinite(loss):  # a normal forward pass says nothing about the step
             return Outcome(not_run=self.gap)
-        finite = math.isfinite(loss) and (math.isfinite(norm) or self._made_bad_by_another_rank)
+        # With sharded weights the gradients are sums over the ranks: another rank may have made them bad.
+        finite = math.isfinite(loss) and (math.isfinite(norm) or (self.sharded and self._nothing_began_here))
         return replace(outcome, finite=finite)
-
-    @property
-    def _made_bad_by_another_rank(self) -> bool:
-        """Whether another rank made the gradients bad that this rank sees: they are sums over the ranks."""
-        return self.sharded and self._nothing_began_here
 
     @property
     def comparable(self) -> bool:
