@@ -142,15 +142,6 @@ def read(folder: Path) -> Tree:
     return found
 
 
-def about(folder: Path) -> dict[str, Any]:
-    """Reads the repro's metadata: enough to build its model and tools.
-
-    Raises:
-        ConfigError: as `read`.
-    """
-    return unflatten(read(folder)["about"], {})
-
-
 def checked_reading(saved: Mapping[str, Any]) -> Reading:
     """Returns the reading that an incident holds.
 
