@@ -39,7 +39,7 @@ from stabletrain.forensics.repro import load_repro
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.forensics.user_code import compare
 from stabletrain.guard import NoGuard
-from stabletrain.guard.saved_step import holds_loop_step, replay_loop_step
+from stabletrain.guard.saved_step import replay_loop_step
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import conf_folder
@@ -153,9 +153,9 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         )
     if not (folder / files.STEP).exists():
         raise ConfigError(f"{folder}: {why_not(folder)}")
-    if holds_loop_step(folder):
-        return replay_of_loop(folder, overrides)
     saved = files.read(folder)
+    if "closures" in saved:  # recorded by `Guard`
+        return replay_of_loop(folder, overrides)
     about = unflatten(saved.get("about") or {}, {})
     if not {"config", "choices"} <= set(about):
         raise ConfigError(f"{folder / files.STEP} holds no configuration: only incidents of train.py can be replayed")

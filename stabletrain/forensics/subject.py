@@ -190,8 +190,7 @@ class StepSubject(Subject):
         self.repro, self.requests = repro, Requests()
         self.model, self.buffers, self.step, self.deadline = repro.model, repro.buffers, repro.step, repro.deadline
         self.reading, self.part, self.applied = repro.reading, repro.part, repro.applied
-        self.changes, self.recheck, self.update = repro.changes, repro.recheck, repro.update
-        self.older = repro.older or (lambda: None)
+        self.changes, self.recheck, self.update, self.older = repro.changes, repro.recheck, repro.update, repro.older
         self._compiled_copy, self._replayed = CompiledCopy(), False
 
     @property

@@ -151,11 +151,6 @@ class ReplayedStep:
     changed: list[str]
 
 
-def holds_loop_step(folder: Path) -> bool:
-    """Returns whether a folder holds a step of a user's loop that can be replayed."""
-    return (folder / files.STEP).exists() and "closures" in files.read(folder)
-
-
 def replay_loop_step(folder: Path) -> ReplayedStep:
     """Replays a step of a user's loop from its folder: imports the closures, and loads weights and generators.
 

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +218,8 @@ class LoopSubject(Subject):
             micro_batches = without_bad_values(begun)
         elif variant == "older_state":
             self._older_weights()  # not found while other ranks take part
-
-        def work() -> RerunResult:
-            return self._run_here(variant, backward, micro_batches, watch)
-
-        if not self.sharded:
-            return work()
-        return self.requests.run(RERUN, variant, backward, work=work)
+        work = partial(self._run_here, variant, backward, micro_batches, watch)
+        return self.requests.run(RERUN, variant, backward, work=work) if self.sharded else work()
 
     def _run_here(
         self,
