@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
+from stabletrain.checkpoint.tree import Tree, unflatten
 from stabletrain.cli.replay_report import ReplayReport
 from stabletrain.config import trust
 from stabletrain.config.arguments import Arguments, key_of
@@ -38,7 +39,7 @@ from stabletrain.forensics.repro import load_repro
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.forensics.user_code import compare
 from stabletrain.guard import NoGuard
-from stabletrain.guard.saved_step import holds_loop_step, replay_loop_step
+from stabletrain.guard.saved_step import replay_loop_step
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import conf_folder
@@ -152,17 +153,18 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         )
     if not (folder / files.STEP).exists():
         raise ConfigError(f"{folder}: {why_not(folder)}")
-    if holds_loop_step(folder):
+    saved = files.read(folder)
+    if "closures" in saved:  # recorded by `Guard`
         return replay_of_loop(folder, overrides)
-    about = files.about(folder)
+    about = unflatten(saved.get("about") or {}, {})
     if not {"config", "choices"} <= set(about):
         raise ConfigError(f"{folder / files.STEP} holds no configuration: only incidents of train.py can be replayed")
     # The order of sums, and so the bits, depends on the number of threads.
-    torch.set_num_threads(files.read(folder).get("threads") or torch.get_num_threads())
+    torch.set_num_threads(saved.get("threads") or torch.get_num_threads())
     recorded = recorded_config(folder, about["config"])
     cfg = overridden_config(recorded, about["choices"], overrides, config_dir) if overrides else recorded
     options = read_options(StepOptions, cfg)
-    choice = replace(options.model, node={**options.model.node, **null_sizes(options.model, folder)})
+    choice = replace(options.model, node={**options.model.node, **null_sizes(options.model, folder, saved)})
     model, tools = model_and_tools(replace(options, model=choice))
     other = bool(overrides) and choice.node != plain(recorded.model)
     repro = load_repro(folder, model, tools, strict=not other)
@@ -173,10 +175,9 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         repro = replace(repro, loss_scale=float(tools.precision.loss_scale()))
     outcome = StepSubject(repro).replay("same")
     require_run(folder, outcome)
-    known = files.read(folder)[files.STATE]["parameters"]
-    fresh = [name for name, _ in model.named_parameters() if name not in known]
+    fresh = [name for name, _ in model.named_parameters() if name not in saved[files.STATE]["parameters"]]
     diagnosis = diagnosis_of(folder)
-    changed, unsure = compare(files.read(folder).get("code") or {}, model, tools)
+    changed, unsure = compare(saved.get("code") or {}, model, tools)
     return ReplayReport(
         repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure, repro.part
     )
@@ -289,8 +290,10 @@ def model_and_tools(options: StepOptions) -> tuple[nn.Module, Tools]:
     return model, tools
 
 
-def null_sizes(choice: Choice[Any], folder: Path) -> dict[str, int]:
+def null_sizes(choice: Choice[Any], folder: Path, saved: Tree) -> dict[str, int]:
     """Returns the model's sizes that are null in its option, read from the incident's shapes.
+
+    `saved` is the content of `step.json`.
 
     Raises:
         ConfigError: no shape contains a size.
@@ -298,7 +301,6 @@ def null_sizes(choice: Choice[Any], folder: Path) -> dict[str, int]:
     wanted = open_sizes(choice)
     if not wanted:
         return {}
-    saved = files.read(folder)
     state = files.tensors_of(folder, files.STATE, saved)
     then = {name: tensor.shape for part in ("parameters", "buffers") for name, tensor in state[part].items()}
     # if no parameter depends on the block size, take the length of a sample

@@ -91,7 +91,7 @@ class SharedRequests(Requests):
         self.serves = {**serves}
 
     def run(self, name: str, *arguments: Any, work: Callable[[], T]) -> T:
-        """Serves other requests until it is the turn of this one, then runs `work`. The arguments are exchanged."""
+        """Serves other requests until this one is first, then runs `work`. The arguments are exchanged."""
         request = (name, *arguments)
         while (first := self._first(lambda: request)) != request:
             self._serve(first)

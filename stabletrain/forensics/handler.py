@@ -160,9 +160,14 @@ class IncidentHandler(NoIncidentHandler):
             raise NotInvestigated(one_line_of(error)) from error
 
     def noted(self, summary: IncidentSummary | None) -> IncidentSummary | None:
-        """Adds an incident to those of this process, unless it is known; returns it."""
+        """Adds an incident to those of this process, unless it is known; returns it.
+
+        On several ranks each notes it, so that every rank knows a mistake that another one has filed.
+        """
         if summary is not None and not summary.known:
             self.found.append(summary)
+            if summary.path is not None and not may_recur(summary.mistake):
+                self._filed.add(summary.mistake)
         return summary
 
     def filed_at(self, tick: int | None) -> IncidentSummary | None:
@@ -229,7 +234,6 @@ class IncidentHandler(NoIncidentHandler):
             where = f"its folder could not be written ({error.strerror or error})"
         else:
             where = str(path)
-            self._filed |= set() if may_recur(mistake) else {mistake}
         return summary(path, where, subject.reading.step, rank, about, mistake)
 
 

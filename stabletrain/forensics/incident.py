@@ -1,6 +1,6 @@
 """Writes an incident's folder: `diagnosis.json`, `report.md`, and the repro to replay the step from.
 
-A folder appears complete, by a rename. What a killed process has left is hidden, and the next one removes it.
+A folder appears complete, by a rename. What a killed process has left is hidden, and the next process removes it.
 
 incidents/step-00000123/    diagnosis.json  report.md  step.json  batch.safetensors  state.safetensors
 """

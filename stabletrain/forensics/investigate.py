@@ -123,11 +123,11 @@ class Checks:
 
 def with_update(subject: Subject, found: Evidence, attempt: Checks) -> Evidence:
     """Adds the evidence from running the optimizer's step again."""
-    if not subject.can_update:
+    if subject.update is None:
         attempt.failures.append("the optimizer's step: it cannot be run again")
         return found
     failures = len(attempt.failures)
-    fault = attempt("the optimizer's step", subject.update_fault, None)
+    fault = attempt("the optimizer's step", subject.update, None)
     ran = len(attempt.failures) == failures
     return replace(found, update=fault, update_ran=ran, origin=None if fault is None else fault.origin)
 

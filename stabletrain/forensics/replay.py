@@ -63,7 +63,7 @@ def inputs_of(repro: Repro, variant: str = "same") -> ReplayInputs:
             raise NotPossible("there is no other batch")
         batch = repro.fresh()
     elif variant == "older_state":
-        older = None if repro.older is None else repro.older()
+        older = repro.older()
         if older is None:
             raise NotPossible("there is no older state")
     elif variant == "fp32":

@@ -87,7 +87,7 @@ class Repro:
     recheck: Finding | None = None
     update: Callable[[], UpdateFault | None] | None = None
     applied: bool = False
-    older: Callable[[], Tree | None] | None = None
+    older: Callable[[], Tree | None] = lambda: None
     fresh: Callable[[], Batch] | None = None
     deadline: float = math.inf
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -79,6 +79,7 @@ class SavedStep(FormatAndStep, total=False):
     precision: str
     comparable: bool
     device: str
+    trained: list[str]
 
 
 def write_step(folder: Path, about: Tree, batch: Tree, model: nn.Module, buffers: Sequence[Tensor]) -> None:
@@ -139,15 +140,6 @@ def read(folder: Path) -> Tree:
     if found["format"] != FORMAT:
         raise ConfigError(f"{folder / STEP} is of format {found['format']}; this version reads {FORMAT}: {which}")
     return found
-
-
-def about(folder: Path) -> dict[str, Any]:
-    """Reads the repro's metadata: enough to build its model and tools.
-
-    Raises:
-        ConfigError: as `read`.
-    """
-    return unflatten(read(folder)["about"], {})
 
 
 def checked_reading(saved: Mapping[str, Any]) -> Reading:

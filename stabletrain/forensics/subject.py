@@ -49,7 +49,9 @@ class Subject:
         reading: the step's; None if unknown.
         part: this rank's own part of the step, as it measured it; None in a single process.
         applied: whether the update was applied; then running the step again does not repeat it.
-        changes, recheck, update: see `Repro`.
+        older: returns a captured state (`checkpoint/capture.py`) from before the step; None if there is none.
+        changes, recheck: see `Repro`.
+        update: runs the optimizer's step again, and returns why it is not finite; None if it cannot be run again.
         deadline: in `time.monotonic()` seconds; nothing new begins after it.
         requests: how ranks run together what one of them needs.
         gap: why running the step again leaves out a part of it; empty if it does not.
@@ -64,6 +66,7 @@ class Subject:
     changes: Sequence[tuple[str, str, str]]
     recheck: Finding | None
     update: Callable[[], UpdateFault | None] | None
+    older: Callable[[], Tree | None]
     deadline: float
     requests: Requests
     gap: str = ""
@@ -81,8 +84,7 @@ class Subject:
 
         Args:
             model: with whole weights; None if nothing will be run.
-            older: see `older`.
-            deadline, requests: see the attributes.
+            older, deadline, requests: see the attributes.
         """
         raise NotImplementedError
 
@@ -101,10 +103,6 @@ class Subject:
     def variants(self) -> Sequence[str]:
         """`VARIANTS`, in the order in which they are to be replayed."""
         return VARIANTS
-
-    def older(self) -> Tree | None:
-        """Returns a captured state (`checkpoint/capture.py`) from before the step; None if there is none."""
-        raise NotImplementedError
 
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """Returns the samples with values that no model can learn from; see `probes/samples.py`."""
@@ -166,15 +164,6 @@ class Subject:
         """Returns the losses of casts to fp8; None if there are no casts, or if they are not examined."""
         return None
 
-    @property
-    def can_update(self) -> bool:
-        """Whether the optimizer's step can be run again."""
-        return self.update is not None
-
-    def update_fault(self) -> UpdateFault | None:
-        """Runs the optimizer's step again, and returns why it is not finite; None if it is, or if it cannot be run."""
-        return None if self.update is None else self.update()
-
     # ---- the folder
 
     def diagnose(self, evidence: Evidence) -> Diagnosis:
@@ -183,7 +172,7 @@ class Subject:
 
     def why_not_replayable(self) -> str:
         """Returns why another process cannot replay the step from its folder; empty if it can."""
-        return ONLY_THE_UPDATE if self.can_update else ""
+        return ONLY_THE_UPDATE if self.update is not None else ""
 
     def save(self, folder: Path) -> None:
         """Writes the files for a later replay into the incident's folder.
@@ -201,7 +190,7 @@ class StepSubject(Subject):
         self.repro, self.requests = repro, Requests()
         self.model, self.buffers, self.step, self.deadline = repro.model, repro.buffers, repro.step, repro.deadline
         self.reading, self.part, self.applied = repro.reading, repro.part, repro.applied
-        self.changes, self.recheck, self.update = repro.changes, repro.recheck, repro.update
+        self.changes, self.recheck, self.update, self.older = repro.changes, repro.recheck, repro.update, repro.older
         self._compiled_copy, self._replayed = CompiledCopy(), False
 
     @property
@@ -217,17 +206,13 @@ class StepSubject(Subject):
         self, model: nn.Module | None, older: Callable[[], Tree | None], deadline: float, requests: Requests
     ) -> None:
         """See `Subject`."""
-        self.model, self.deadline, self.requests = model or self.model, deadline, requests
+        self.model, self.older, self.deadline, self.requests = model or self.model, older, deadline, requests
         self.repro = replace(self.repro, model=self.model, older=older, deadline=deadline)
 
     @property
     def variants(self) -> Sequence[str]:
         """See `Subject`: a compiled one comes last, because it takes longest."""
         return sorted(VARIANTS, key=lambda variant: runs_compiled(self.repro, variant))
-
-    def older(self) -> Tree | None:
-        """See `Subject`."""
-        return None if self.repro.older is None else self.repro.older()
 
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """See `Subject`."""
@@ -298,7 +283,7 @@ class StepSubject(Subject):
 
     def save(self, folder: Path) -> None:
         """Writes weights and batch; the batch only, if the step cannot be replayed."""
-        if self.can_update:
+        if self.update is not None:
             write_batch(folder, tensors_in(self.repro.batch))
         else:
             save_repro(folder, self.repro)

@@ -49,7 +49,7 @@ def held_by(optimizer: Optimizer) -> list[list[int]]:
 
 
 class TrainedParameters:
-    """The parameters that the optimizer updates, although a loop may add some or replace some.
+    """The parameters that the optimizer updates. A loop may add some later, or replace some.
 
     Attributes:
         found: the parameters, in the order of `model.parameters()`.
@@ -72,7 +72,7 @@ class TrainedParameters:
         return True
 
     def replaced(self) -> list[str]:
-        """Returns parameters that the loop put in the place of trained ones, once: the optimizer never updates them."""
+        """Returns, once, the names of parameters that have replaced trained ones: the optimizer never updates them."""
         without_gradient = sum(parameter.grad is None for parameter in self.found)
         if without_gradient == self._without_gradient:  # as in the step before
             return []

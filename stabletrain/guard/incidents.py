@@ -32,8 +32,7 @@ class Incidents:
         keep_state: whether weights are saved with an incident that can be replayed from its folder.
 
     Attributes:
-        handler: investigates.
-        found: summaries of the incidents, oldest first.
+        handler: investigates, and holds the incidents found.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Incidents:
         keep_state: bool = True,
     ) -> None:
         own = IncidentHandler(max_incidents, max_seconds) if max_incidents else NoIncidentHandler()
-        self.handler, self.found, self.keep_state = for_all_ranks(own, ranks), own.found, keep_state
+        self.handler, self.keep_state = for_all_ranks(own, ranks), keep_state
         self._folder, self._ranks, self._tracker = folder, ranks, tracker
         self._left = MAX_ERRORS if max_incidents else 0  # errors that may still be explained
 
@@ -56,7 +55,7 @@ class Incidents:
     ) -> IncidentSummary | None:
         """Investigates a step; see `IncidentHandler.handle`."""
         self.handler.open(self._folder, setting, shared=True)
-        return self.handler.handle(request, lambda: subject, WholeState(subject.rerun.model, subject.older_state))
+        return self.handler.handle(request, lambda: subject, WholeState(subject.rerun.model, subject.older))
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:
         """Logs where values were first not finite in a closure that raised an error, if any were."""

@@ -257,7 +257,7 @@ class LoopGuard:
     @property
     def incidents(self) -> list[IncidentSummary]:
         """The incidents, oldest first: `path`, `cause`, `verdict`, `fix`, and `lines` to show."""
-        return [*self._incidents.found]
+        return [*self._incidents.handler.found]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns counts, limits and loss scale, for the loop's own checkpoint."""

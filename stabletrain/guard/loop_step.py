@@ -50,7 +50,7 @@ class LoopStep(ReadStep):
             reading._replace(step=self.number),
             self.reading.step - 1,
             usual=loop.last_applied,
-            older_state=lambda: loop.states.older(self.reading.step - 2),
+            older=lambda: loop.states.older(self.reading.step - 2),
             part=own,
             sharded=any(hasattr(parameter, "to_local") for parameter in loop.parameters),
             keep_state=self.incidents.keep_state,

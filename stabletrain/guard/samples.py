@@ -4,6 +4,7 @@ A batch may be any nesting of tuples, lists and mappings with tensors. Tensors t
 dimension hold one sample in each row; others belong to the whole batch.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from stabletrain.forensics.facts import LargestInput
 from stabletrain.forensics.probes.samples import MAX_LISTED, Trials, first_place
+from stabletrain.forensics.rerun import NotPossible
 from stabletrain.guard.micro_batch import MicroBatch, map_tensors, named_tensors
 from stabletrain.guard.rerun import Rerun
+
+NO_BATCH = "the closure takes no batch: let it take one, and pass it as guard.step(closure, batch=...)"
 
 LABEL_NAMES = ("label", "labels", "target", "targets", "y")
 """Last parts of the names of tensors that hold labels."""
@@ -137,16 +141,30 @@ def with_samples(batch: Any, rows: Sequence[int], filler: Any) -> Any:
     return map_tensors(chosen, batch)
 
 
-def can_replace(batch: Any, other: Any) -> bool:
-    """Returns whether two batches hold tensors of the same names, shapes and dtypes, in different memory."""
+def with_other_batches(micro_batches: Sequence[MicroBatch], usual: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Returns this step's closures with the batches of the last step that was applied, `usual`.
 
-    def form(value: Any) -> list[Any]:
-        return [(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors(value)]
+    Raises:
+        NotPossible: there is no other batch.
+    """
+    if not all(each.takes_batch for each in micro_batches):
+        raise NotPossible(NO_BATCH)
+    if not usual:
+        raise NotPossible("no step was applied before, so there is no other batch")
+    if not memory_of_samples(micro_batches).isdisjoint(memory_of_samples(usual)):
+        raise NotPossible("the loop reuses the memory of a batch, so there is no other batch")
+    return [MicroBatch(each.closure, usual[i % len(usual)].batch) for i, each in enumerate(micro_batches)]
 
-    def memory(value: Any) -> list[int]:
-        return [tensor.data_ptr() for _, tensor in named_tensors(value)]
 
-    return form(batch) == form(other) and memory(batch) != memory(other)
+def memory_of_samples(micro_batches: Sequence[MicroBatch]) -> set[int]:
+    """Returns the addresses of the tensors that hold a sample in each row."""
+    tensors = [(t, sample_count(each.batch)) for each in micro_batches for _, t in named_tensors(each.batch)]
+    return {t.data_ptr() for t, size in tensors if t.numel() and t.layout == torch.strided and has_rows(t, size)}
+
+
+def forms(micro_batches: Sequence[MicroBatch]) -> list[Any]:
+    """Returns names, shapes and dtypes of the tensors of each micro-batch."""
+    return [[(name, t.shape, t.dtype) for name, t in named_tensors(each.batch)] for each in micro_batches]
 
 
 class BatchTrials(Trials):
@@ -165,17 +183,17 @@ class BatchTrials(Trials):
 
     def other(self) -> Sequence[MicroBatch] | None:
         """Returns the step's closures with the batches of the last step that was applied."""
-        mine, usual = self._micro_batches, self._usual
-        if len(usual) != len(mine) or not all(map(can_replace, batches_of(mine), batches_of(usual))):
+        if forms(self._micro_batches) != forms(self._usual):
             return None
-        return [MicroBatch(each.closure, other.batch) for each, other in zip(mine, usual, strict=True)]
+        with contextlib.suppress(NotPossible):
+            return with_other_batches(self._micro_batches, self._usual)
 
     def part(self, rows: Sequence[int]) -> list[MicroBatch]:
         """See `Trials`. Unless `filled`, micro-batches that hold none of these samples are left out."""
         mine: dict[int, list[int]] = {}
         for index in rows:
             mine.setdefault(self._rows[index].micro_batch, []).append(self._rows[index].row)
-        fillers = batches_of(self._usual) if self.filled else [None] * len(self._micro_batches)
+        fillers = [each.batch for each in self._usual] if self.filled else [None] * len(self._micro_batches)
         return [
             MicroBatch(each.closure, with_samples(each.batch, mine.get(number, []), filler))
             for number, (each, filler) in enumerate(zip(self._micro_batches, fillers, strict=True))
@@ -186,8 +204,3 @@ class BatchTrials(Trials):
         """See `Trials`."""
         found = self._rerun.run(batches, backward=not self.forward_only)
         return [found.loss] if self.forward_only else [found.loss, found.grad_norm]
-
-
-def batches_of(micro_batches: Sequence[MicroBatch]) -> list[Any]:
-    """Returns the batches of micro-batches."""
-    return [each.batch for each in micro_batches]

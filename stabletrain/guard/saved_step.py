@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stabletrain.buffers import buffers_of
 from stabletrain.checkpoint.tree import flatten, map_tensors, unflatten
+from stabletrain.checkpoint.writer import DTYPES
 from stabletrain.errors import ConfigError
 from stabletrain.forensics import saved_step as files
 from stabletrain.forensics.facts import Outcome, compared
@@ -52,7 +53,13 @@ def why_not_replayable(rerun: Rerun, *, sharded: bool, keep_state: bool) -> str:
         flatten([each.batch for each in rerun.begun.micro_batches])
     except TypeError as error:
         return f"the batch cannot be saved: {error}"
-    return ""
+    odd = [tensor for each in rerun.begun.micro_batches for _, tensor in named_tensors(each.batch) if not fits(tensor)]
+    return f"the batch cannot be saved: it holds a tensor of {odd[0].layout} and {odd[0].dtype}" if odd else ""
+
+
+def fits(tensor: Tensor) -> bool:
+    """Returns whether a safetensors file can hold a tensor: it is dense, and its dtype is known there."""
+    return tensor.layout == torch.strided and not tensor.is_nested and tensor.dtype in DTYPES
 
 
 def why_not_importable(closure: Callable[..., Any]) -> str:
@@ -62,8 +69,9 @@ def why_not_importable(closure: Callable[..., Any]) -> str:
         return "the closure is defined in the script itself (__main__): move it to a module that can be imported"
     if not name or "<" in name:
         return "the closure is a lambda or a function inside a function: define it at the top level of a module"
-    found = getattr(sys.modules.get(module), name, None)
-    return "" if found is closure else f"'{name}' of the module '{module}' is not the closure"
+    if getattr(sys.modules.get(module), name, None) is not closure:
+        return f"'{name}' of the module '{module}' is not the closure"
+    return "" if getattr(sys.modules[module], "__file__", None) else f"the module '{module}' has no file"
 
 
 def name_of_model(closure: Callable[..., Any], model: nn.Module) -> str:
@@ -76,7 +84,7 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
     """Writes a step into its incident's folder.
 
     Args:
-        whole: whether to write all that a replay needs, or the tensors of the batch only.
+        whole: whether to write all that a replay needs, or only those tensors of the batch that `fits` accepts.
         comparable: whether a replay must give the step's bits.
 
     Raises:
@@ -85,7 +93,8 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
     begun = rerun.begun
     if not whole:
         numbered = enumerate(begun.micro_batches)
-        files.write_batch(folder, {f"{i}/{name}": t for i, each in numbered for name, t in named_tensors(each.batch)})
+        named = [(f"{i}/{name}", tensor) for i, each in numbered for name, tensor in named_tensors(each.batch)]
+        files.write_batch(folder, {name: tensor for name, tensor in named if fits(tensor)})
         return
     generators = begun.generators
     version, keys, *numpy = generators.numpy
@@ -95,6 +104,7 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         "numpy": [version, torch.from_numpy(keys.astype("int64")), *numpy],
         "python": generators.python,
     }
+    trained = set(map(id, rerun.parameters))
     closures = [closure_record(each.closure, rerun.model) for each in begun.micro_batches]
     trusted.remember(closures)
     about = {
@@ -106,6 +116,7 @@ def save_loop_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool,
         "reading": reading._asdict(),
         "comparable": comparable,
         "device": str(generators.device),
+        "trained": [name for name, each in rerun.model.named_parameters() if id(each) in trained],
         "threads": torch.get_num_threads(),
     }
     batch = {"batches": [each.batch for each in begun.micro_batches], "generators": drawn}
@@ -140,11 +151,6 @@ class ReplayedStep:
     changed: list[str]
 
 
-def holds_loop_step(folder: Path) -> bool:
-    """Returns whether a folder holds a step of a user's loop that can be replayed."""
-    return (folder / files.STEP).exists() and "closures" in files.read(folder)
-
-
 def replay_loop_step(folder: Path) -> ReplayedStep:
     """Replays a step of a user's loop from its folder: imports the closures, and loads weights and generators.
 
@@ -175,7 +181,9 @@ def replay_loop_step(folder: Path) -> ReplayedStep:
     batches = map_tensors(lambda tensor: tensor.to(home), kept["batches"])
     micro_batches = [MicroBatch(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
     begun = BegunStep(generators_of(kept["generators"], device), buffers_of(model).save(), micro_batches)
-    parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # The gradient norm is that of the optimizer's parameters. An incident of an earlier version does not name them.
+    trained = saved.get("trained") or [name for name, each in model.named_parameters() if each.requires_grad]
+    parameters: list[Tensor] = [parameter for name, parameter in model.named_parameters() if name in trained]
     chosen = precision_of_loop(saved["precision"] or None, device)
     rerun = Rerun(model, outer, parameters, chosen, begun, saved["loss_scale"])
     outcome = compared(outcome_of(rerun.run, math.inf), reading, None, saved["comparable"])

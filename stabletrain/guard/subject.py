@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,17 @@ from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.checks.recheck import Finding
 from stabletrain.guard.in_code import for_any_loop, unknown_beyond_forward
-from stabletrain.guard.micro_batch import MicroBatch, named_tensors
+from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.rerun import Rerun
-from stabletrain.guard.samples import BatchTrials, bad_samples, largest_input, place_of, without_bad_values
+from stabletrain.guard.samples import (
+    NO_BATCH,
+    BatchTrials,
+    bad_samples,
+    largest_input,
+    place_of,
+    with_other_batches,
+    without_bad_values,
+)
 from stabletrain.guard.saved_step import save_loop_step, why_not_replayable
 from stabletrain.guard.whole_weights import WholeWeights
 from stabletrain.machine.compiling import uncompiled
@@ -42,8 +51,6 @@ WHOLE_WEIGHTS = "whole weights"
 CLEANED = "cleaned"
 """Variant: 0 in place of every NaN and Inf of the batch."""
 
-NO_BATCH = "the closure takes no batch: let it take one, and pass it as guard.step(closure, batch=...)"
-
 
 @dataclass
 class LoopSubject(Subject):
@@ -53,9 +60,7 @@ class LoopSubject(Subject):
         rerun: runs the closures again.
         reading, part, step, changes, recheck: see `Subject`.
         usual: the micro-batches of the last step that was applied; empty before the first.
-        older_state: returns an older state; None if there is none.
-        update: runs the step again under `trace_update`, and puts everything back; None for any other kind of
-            incident.
+        older, update: see `Subject`; `update` puts everything back.
         sharded: whether the weights are sharded across ranks.
         deadline: see `Subject`.
         keep_state: whether the weights are saved, if the step can be replayed from its folder.
@@ -68,7 +73,7 @@ class LoopSubject(Subject):
     step: int
     changes: Sequence[tuple[str, str, str]] = ()
     usual: Sequence[MicroBatch] = ()
-    older_state: Callable[[], Tree | None] = lambda: None
+    older: Callable[[], Tree | None] = lambda: None
     part: RankPart | None = None
     recheck: Finding | None = None
     update: Callable[[], UpdateFault | None] | None = None
@@ -101,15 +106,11 @@ class LoopSubject(Subject):
         self, model: nn.Module | None, older: Callable[[], Tree | None], deadline: float, requests: Requests
     ) -> None:
         """See `Subject`. The closures run on the live model, whatever `model` is."""
-        self.older_state, self.deadline, self.requests = older, deadline, requests
+        self.older, self.deadline, self.requests = older, deadline, requests
 
     def serves(self) -> Mapping[str, Callable[..., object]]:
         """See `Subject`: with sharded weights the ranks run the step together, each with its own micro-batches."""
         return {RERUN: self._run_here, WHOLE_WEIGHTS: self._whole.gather}
-
-    def older(self) -> Tree | None:
-        """See `Subject`."""
-        return self.older_state()
 
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """See `Subject`."""
@@ -140,13 +141,9 @@ class LoopSubject(Subject):
             return outcome
         if self.gap and math.isfinite(loss):  # a normal forward pass says nothing about the step
             return Outcome(not_run=self.gap)
-        finite = math.isfinite(loss) and (math.isfinite(norm) or self._made_bad_by_another_rank)
+        # With sharded weights the gradients are sums over the ranks: another rank may have made them bad.
+        finite = math.isfinite(loss) and (math.isfinite(norm) or (self.sharded and self._nothing_began_here))
         return replace(outcome, finite=finite)
-
-    @property
-    def _made_bad_by_another_rank(self) -> bool:
-        """Whether another rank made the gradients bad that this rank sees: they are sums over the ranks."""
-        return self.sharded and self._nothing_began_here
 
     @property
     def comparable(self) -> bool:
@@ -216,18 +213,13 @@ class LoopSubject(Subject):
             raise NotPossible(self.gap or "nothing was recorded of the step")
         micro_batches = begun
         if variant == "fresh_batch":
-            micro_batches = self._other_batches()
+            micro_batches = with_other_batches(begun, self.usual)
         elif variant == CLEANED:
             micro_batches = without_bad_values(begun)
         elif variant == "older_state":
             self._older_weights()  # not found while other ranks take part
-
-        def work() -> RerunResult:
-            return self._run_here(variant, backward, micro_batches, watch)
-
-        if not self.sharded:
-            return work()
-        return self.requests.run(RERUN, variant, backward, work=work)
+        work = partial(self._run_here, variant, backward, micro_batches, watch)
+        return self.requests.run(RERUN, variant, backward, work=work) if self.sharded else work()
 
     def _run_here(
         self,
@@ -242,21 +234,6 @@ class LoopSubject(Subject):
         return self.rerun.run(
             micro_batches, true_fp32=variant == "fp32", weights=weights, backward=backward, watched_by=watched_by
         )
-
-    def _other_batches(self) -> list[MicroBatch]:
-        """Returns this step's closures with the batches of the last step that was applied."""
-        micro_batches = self.rerun.begun.micro_batches
-        if not all(each.takes_batch for each in micro_batches):
-            raise NotPossible(NO_BATCH)
-        if not self.usual:
-            raise NotPossible("no step was applied before, so there is no other batch")
-        memory = [
-            {tensor.data_ptr() for each in step for _, tensor in named_tensors(each.batch)}
-            for step in (micro_batches, self.usual)
-        ]
-        if memory[0] & memory[1]:
-            raise NotPossible("the loop reuses the memory of a batch, so there is no other batch")
-        return [MicroBatch(each.closure, self.usual[i % len(self.usual)].batch) for i, each in enumerate(micro_batches)]
 
     def _older_weights(self) -> Mapping[str, Any]:
         tree = self.older()

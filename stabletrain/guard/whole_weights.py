@@ -52,10 +52,11 @@ class WholeWeights:
                 # A forward pass alone may have left the root's parameters whole.
                 module.reshard()  # ty: ignore[not-callable]
         with torch.no_grad():
-            for formats, parameter in self._parameters():
-                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # ty: ignore[not-callable]
-                whole = whole.detach().to(formats.parameters or whole.dtype)
-                self._whole.setdefault(id(parameter), nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            for formats, module in with_formats(self._model):
+                for parameter in module.parameters(recurse=False):
+                    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # ty: ignore[not-callable]
+                    whole = whole.detach().to(formats.parameters or whole.dtype)
+                    self._whole.setdefault(id(parameter), nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
     @contextlib.contextmanager
     def in_place(self, rerun: Rerun) -> Generator[Rerun]:
@@ -78,13 +79,6 @@ class WholeWeights:
                             undo.callback(hooks.__setitem__, key, hook)
                             hooks[key] = instead
             yield replace(rerun, parameters=[self._whole.get(id(each), each) for each in rerun.parameters])
-
-    def _parameters(self) -> Iterator[tuple["Formats", nn.Parameter]]:
-        """Returns each parameter with the formats of its module."""
-        for formats, module in with_formats(self._model):
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    yield formats, parameter
 
     def _obstacle(self) -> str:
         """Returns why this rank cannot use whole weights; empty if it can."""

@@ -151,6 +151,10 @@ def test_a_folder_that_cannot_be_replayed_says_why(incident, tmp_path, capsys):
     content[-1] ^= 1
     (damaged / "state.safetensors").write_bytes(content)
     assert "checksum" in refused(capsys, "replay", damaged)
+    record = json.loads((damaged / "step.json").read_text())
+    del record["about"]
+    (damaged / "step.json").write_text(json.dumps(record))
+    assert "holds no configuration" in refused(capsys, "replay", damaged)
 
 
 CODE = """

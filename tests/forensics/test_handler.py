@@ -201,6 +201,14 @@ def test_a_resumed_run_knows_what_was_filed_under_its_settings(tmp_path, repro):
     assert other.write_incident(StepSubject(repro), found, tick=60).path.name == "step-00000050-2"
 
 
+def test_a_mistake_that_another_rank_has_filed_is_known(tmp_path, repro):
+    found = findings()
+    first, second = opened(tmp_path), opened(tmp_path)
+    second.noted(first.noted(first.write_incident(StepSubject(repro), found, tick=60)))
+    assert second.write_incident(StepSubject(repro), found, tick=70).known
+    assert len(first.found) == len(second.found) == 1
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "half", '{"cause": 5}'])
 def test_a_damaged_diagnosis_does_not_stop_a_resumed_run(tmp_path, text):
     (tmp_path / "step-00000050").mkdir()

@@ -1,20 +1,25 @@
 """Checks that a withheld step of a user's loop is explained: cause, operation, line of the user's code, samples."""
 
+import importlib
 import inspect
 import json
 import math
 import random
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 from stabletrain.forensics.incident_list import incidents
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy import RollbackGuard
+from stabletrain.guard.saved_step import replay_loop_step
 from tests.guard.given import Loop, batches, bits, network, same
 from tests.runs import ROOT, python
 
@@ -122,6 +127,11 @@ def with_zeros(batch, row):
     x, y = batch[0].clone(), batch[1]
     x[row] = 0.0
     return x, y
+
+
+def fails_at_zeros(x):
+    """Returns 0, or NaN if a sample is all zeros."""
+    return 0.0 * (1.0 / x.abs().sum(1)).sum()
 
 
 def distance(model):
@@ -421,6 +431,25 @@ def test_a_step_whose_closure_can_be_imported_is_replayed_from_its_folder(tmp_pa
     assert "fixed by the change in" in text
 
 
+def test_a_replay_measures_the_gradients_of_the_optimizers_parameters_only(tmp_path, monkeypatch):
+    (tmp_path / "partly_trained.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = importlib.import_module("partly_trained")
+    optimizer = torch.optim.SGD(made.model[3].parameters(), lr=0.1)
+    guard = Guard(made.model, optimizer, folder=tmp_path / "found")
+    x, y = torch.zeros(8, 4), torch.randn(8)
+    for _ in range(40):
+        guard.step(made.loss, batch=(x, y))
+    guard.step(made.loss, batch=(x, y * 1e6))
+    folder = guard.incidents[0].path
+    assert replay_loop_step(folder).outcome.bitwise_equal_to_reading
+    earlier = json.loads((folder / "step.json").read_text())
+    del earlier["trained"]
+    (folder / "step.json").write_text(json.dumps(earlier))
+    assert replay_loop_step(folder).outcome.grad_norm > guard.last.grad_norm
+    monkeypatch.delitem(sys.modules, "partly_trained")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("closure", "more", "why"),
@@ -473,6 +502,30 @@ def test_a_closure_that_counts_its_calls_is_no_fault_of_the_machine(tmp_path):
     assert record["fix"][0].startswith("check that the closure depends on its batch")
 
 
+@pytest.mark.parametrize("whole", [torch.empty(0), torch.ones(5)], ids=["empty", "constant"])
+def test_a_tensor_without_samples_may_be_the_same_in_every_batch(tmp_path, whole):
+    loop = Loop(tmp_path)
+    *steps, (x, y) = batches(4)
+    loop.run([(x, y, whole) for x, y in steps], lambda x, y, whole: loop.loss(x, y) + fails_at_zeros(x))
+    loop.run([(with_zeros((x, y), 3)[0], y, whole)], lambda x, y, whole: loop.loss(x, y) + fails_at_zeros(x))
+    assert record_of(loop.guard)["replays"]["fresh_batch"]["finite"]
+
+
+def test_where_the_loop_reuses_the_memory_of_inputs_the_step_is_no_example_of_another_batch(tmp_path):
+    loop, buffer = Loop(tmp_path), torch.empty(8, 4)
+    *steps, last = batches(4)
+
+    def refilled():
+        for x, y in [*steps, with_zeros(last, 3)]:
+            yield buffer.copy_(x), y
+
+    loop.run(refilled(), lambda x, y: loop.loss(x, y) + fails_at_zeros(x))
+    record = record_of(loop.guard)
+    # BatchNorm takes no single sample: the search ends at two.
+    assert [sample["index"] for sample in record["samples"]] == [2, 3]
+    assert record["replays"]["fresh_batch"]["not_run"].startswith("the loop reuses the memory of a batch")
+
+
 def test_a_mark_of_missing_values_is_not_blamed_for_another_fault(tmp_path):
     model = nn.Linear(4, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
@@ -491,13 +544,42 @@ def test_a_mark_of_missing_values_is_not_blamed_for_another_fault(tmp_path):
     assert 4 in [sample["index"] for sample in record["samples"]]
 
 
-def test_a_batch_that_cannot_be_written_does_not_end_the_training(tmp_path, caplog):
+@pytest.mark.parametrize(
+    "odd", [torch.eye(8).to_sparse(), torch.ones(8, dtype=torch.complex128)], ids=["sparse", "complex"]
+)
+def test_a_batch_that_cannot_be_written_is_explained_and_written_as_far_as_it_can_be(tmp_path, odd):
     loop = Loop(tmp_path)
-    x, y = spoilt(batches(1)[0], 3)
-    sparse = torch.eye(8).to_sparse()
-    loop.guard.step(lambda x, y, s: loop.loss(x, y) + 0.0 * torch.sparse.sum(s), batch=(x, y, sparse))
+    x, y = batches(1)[0]
+    loop.guard.step(lambda x, y, odd: loop.loss(x, y) / (y[3] * 0), batch=(x, y, odd))
     assert not loop.guard.last.applied
-    assert "not investigated" in caplog.text or loop.guard.incidents
+    assert record_of(loop.guard)["cause"] == "unsafe_op"
+    assert {*load_file(loop.guard.incidents[0].path / "batch.safetensors")} == {"0/0", "0/1"}
+
+
+def module_of(source, name, monkeypatch):
+    """A module made in memory, which has no file."""
+    made = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, made)
+    exec(source, vars(made))
+    return made
+
+
+def test_a_closure_of_a_module_without_file_is_explained_although_it_cannot_be_replayed(tmp_path, monkeypatch):
+    made = module_of(MODULE, "made_in_memory", monkeypatch)
+    guard = Guard(made.model, torch.optim.SGD(made.model.parameters(), lr=0.1), folder=tmp_path)
+    guard.step(made.loss, batch=(torch.full((8, 4), 9.0), torch.randn(8)))
+    record = record_of(guard)
+    assert (record["cause"], record["not_replayable"]) == ("unsafe_op", "the module 'made_in_memory' has no file")
+
+
+def test_a_step_whose_batch_cannot_be_written_says_so(tmp_path, monkeypatch):
+    made = module_of(MODULE, "made_in_memory", monkeypatch)
+    made.__file__ = str(tmp_path / "mine.py")
+    guard = Guard(made.model, torch.optim.SGD(made.model.parameters(), lr=0.1), folder=tmp_path)
+    exec("def all_three(x, y, odd):\n    return loss(x, y)", vars(made))
+    guard.step(made.all_three, batch=(torch.full((8, 4), 9.0), torch.randn(8), torch.eye(8).to_sparse()))
+    why = "the batch cannot be saved: it holds a tensor of torch.sparse_coo and torch.float32"
+    assert record_of(guard)["not_replayable"] == why
 
 
 def test_a_dictionary_that_the_loop_refills_is_no_reason_to_know_nothing(tmp_path):
