@@ -345,7 +345,7 @@ def report_out_of_memory(step: ReadStep) -> None:
 
 def note_taken_again(step: ReadStep) -> None:
     """Reports that a held step is taken again, because its numbers were wrong and have changed nothing."""
-    before = step.number - 1
+    before = step.reading.step - 1
     step.tracker.event("restore", step.number, tick=step.tick, to=before, loaded=before, reason=step.guard.reason)
     step.tracker.note(f"step {step.number}: taken again, with the same batch and learning rate")
 

@@ -6,6 +6,7 @@ not communicate. Afterwards the modules hold the same shards and hooks as before
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -93,8 +94,9 @@ class WholeWeights:
             if parameters[0].device.type == "cuda":
                 require_memory("the card", needed, free_on_card())
             else:
-                here = dist.get_world_size()
-                require_memory("the host, for all ranks together", here * needed, free_host_memory())
+                here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+                where = f"the host, for the {here} ranks of this machine together"
+                require_memory(where, here * needed, free_host_memory())
         except StabletrainError as error:
             return str(error)
         return ""

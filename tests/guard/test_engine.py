@@ -454,7 +454,7 @@ def test_a_step_that_is_taken_again_is_an_event_and_a_line():
     step = MadeUp(SkipGuard(), number=70)
     step.guard.reason = "loss is nan"
     note_taken_again(step)
-    fields = {"tick": 107, "to": 69, "loaded": 69, "reason": "loss is nan"}
+    fields = {"tick": 107, "to": 6, "loaded": 6, "reason": "loss is nan"}
     assert step.tracker.events == [("restore", 70, fields)]
     assert step.tracker.notes == ["step 70: taken again, with the same batch and learning rate"]
 
