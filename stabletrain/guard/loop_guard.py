@@ -203,10 +203,10 @@ class LoopGuard:
         self.rolled_back = went.pass_over
         fields = {"skipped": went.pass_over, "lr_factor": loop.policy.lr_multiplier(loop.steps)}
         self._report("rollback", to=went.step, loaded=went.step, reason=reason, **fields)
-        self._tracker.note(
-            f"step {step}: {reason}: rollback {loop.policy.rollbacks}; pass over the batches of "
-            f"{went.pass_over} steps (guard.rolled_back)"
+        text = (
+            f"step {step}: {reason}: rollback {loop.policy.rollbacks}, to step {went.step}; pass over the batches of "
         )
+        self._tracker.note(self._with_own_count(f"{text}{went.pass_over} steps (guard.rolled_back)"))
 
     def _restore_intact_state(self) -> None:
         """Restores the newest intact state, because memory or arithmetic failed since."""
@@ -218,7 +218,8 @@ class LoopGuard:
             self._halt(f"{reason}; no intact state is left to go back to")
         loop.remember_state()
         self._report("restore", to=went.step, loaded=went.step, reason=reason)
-        self._tracker.note(f"step {step}: {reason}: the newest intact state is put back; go on with any batch")
+        text = f"step {step}: {reason}: the state after step {went.step} is put back; go on with any batch"
+        self._tracker.note(self._with_own_count(text))
 
     def _halt(self, reason: str) -> NoReturn:
         """Ends the loop.
