@@ -27,6 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,10 +160,10 @@ def explain_held(step: ReadStep, verdict: Verdict) -> Verdict:
         return verdict
     if guard.kind == "recheck" and guard.recheck.found is None:  # this model's results vary: no fault
         return verdict
-    # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps.
-    # (The count is 0 if the step is to be taken again.)
-    by_machine = guard.kind in ("state", "recheck")
-    if guard.consecutive <= 1 or by_machine or (verdict is Verdict.HALT and guard.kind != handler.newest):
+    # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps. A
+    # fault of the machine is always explained; a step that is taken again is no longer counted as skipped.
+    by_machine = guard.kind in ("state", "recheck") or verdict is Verdict.RESTORE
+    if guard.consecutive == 1 or by_machine or (verdict is Verdict.HALT and guard.kind != handler.newest):
         finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
         # bad inputs may make the step non-finite; a bad label does not
         incident = explain(step, "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind)
@@ -197,7 +198,7 @@ def explain(step: ReadStep, kind: str, reading: Reading | None = None) -> Incide
         return None
     if filed is None or filed.known:
         return filed
-    path = None if filed.path is None else f"{filed.path.parent.name}/{filed.path.name}"
+    path = None if filed.path is None else str(Path(filed.path.parent.name, filed.path.name))
     found = {"cause": filed.cause, "verdict": filed.verdict, "fix": [*filed.fix], "path": path}
     tracker.event("incident", step.number, tick=step.tick, kind=kind, **found)
     for line in filed.lines:

@@ -303,13 +303,37 @@ def test_a_step_that_comes_out_otherwise_when_it_is_repeated_is_taken_again():
     assert settle(again) is Verdict.SKIP, "only once"
 
 
-@pytest.mark.parametrize("numbers", [NAN, BAD_UPDATE_OF], ids=["loss", "update"])
-def test_a_fault_that_a_repetition_has_shown_already_is_explained_too(numbers):
+@pytest.mark.parametrize(
+    ("numbers", "part", "kind"),
+    [(NAN | {"recheck": 0.5}, "gradient", "nonfinite"), (BAD_UPDATE_OF | {"recheck_update": 0.5}, "update", "update")],
+    ids=["loss", "update"],
+)
+def test_a_fault_that_a_repetition_has_shown_already_is_explained_too(numbers, part, kind):
     guard = SkipGuard(recheck_every=1)
-    step = MadeUp(guard, **numbers, recheck=0.5)
-    step.third = compared(guard, "gradient", "second")
+    step = MadeUp(guard, **numbers)
+    step.third = compared(guard, part, "second", agreed=1)
     assert settle(step) is Verdict.RESTORE
-    assert step.kinds == [guard.kind] == ["update" if numbers is BAD_UPDATE_OF else "nonfinite"]
+    assert step.kinds == [guard.kind] == [kind]
+
+
+def test_the_skips_of_a_guard_that_does_not_count_them_in_a_row_are_not_all_investigated():
+    class Own(NoGuard):
+        def judge(self, reading):
+            self.kind, self.reason, self.skips = "nonfinite", "loss is nan", {"nonfinite": 4}
+            return Verdict.SKIP
+
+    step = MadeUp(Own(), **NAN)
+    assert settle(step) is Verdict.SKIP
+    assert step.kinds == []
+
+
+def test_the_path_of_an_incident_is_relative_to_the_folder_around_the_incidents():
+    for path, shown in ((Path("incidents/step-7"), "incidents/step-7"), (Path("step-7"), "step-7")):
+        step = MadeUp(SkipGuard(), **NAN)
+        step.files = IncidentSummary(path, "lr_too_high", "too high", ["lower it"], ["what"])
+        settle(step)
+        ((_, _, fields),) = step.events("incident")
+        assert fields["path"] == shown
 
 
 @pytest.mark.parametrize("why", ["the same again", "cannot be repeated", "second in a row", "bad data"])
