@@ -130,7 +130,7 @@ def call_from_python(user: User) -> None:
 
 def refuse_slurm(user: User) -> None:
     """Checks that one message says where Slurm's launcher is."""
-    done = user.types("python", "-m", "stabletrain.cli.slurm", "--dry-run", code=2)
+    done = user.types("python", "-m", "stabletrain.beside.slurm", "--dry-run", code=2)
     assert done.stderr.count("\n") == 1, done.stderr
     assert "pip install -e ." in done.stderr, done.stderr
 

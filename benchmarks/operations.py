@@ -27,7 +27,7 @@ from targets import judged
 from stabletrain.machine import hardware
 
 sys.path.append(str(Path(__file__).parent.parent))  # the law's fixture is a module of the package `benchmarks`
-from benchmarks.fake_card import Recorder, as_if_on_a_card
+from tests.tools.fake_card import Recorder, as_if_on_a_card
 
 MODELS = {
     "gpt_nano": ("model=gpt_nano", "data=random_tokens", "batch_size=16"),

@@ -14,7 +14,7 @@ from typing import Any
 from joblib.externals.loky import get_reusable_executor
 from made_runs import DISTINCT, swept
 
-from stabletrain.comparison import frame_of, read_runs
+from stabletrain.beside.comparison import frame_of, read_runs
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -3,4 +3,4 @@
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$(command -v python || command -v python3)}
-PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m stabletrain.cli.slurm "$@"
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m stabletrain.beside.slurm "$@"

@@ -16,7 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stabletrain.api import compare, load, train
+    from stabletrain.api import load, train
+    from stabletrain.beside.comparison.api import compare
     from stabletrain.guard.guard import Guard
     from stabletrain.records import Batch, LossTerms
 
@@ -28,7 +29,7 @@ PLACES = {
     "Batch": "stabletrain.records",
     "Guard": "stabletrain.guard.guard",
     "LossTerms": "stabletrain.records",
-    "compare": "stabletrain.api",
+    "compare": "stabletrain.beside.comparison.api",
     "load": "stabletrain.api",
     "train": "stabletrain.api",
 }

@@ -1,8 +1,7 @@
-"""What `import stabletrain` offers for runs: `train` one, `load` its model, `compare` several.
+"""What `import stabletrain` offers for runs: `train` one, and `load` its model.
 
 result = stabletrain.train(["precision=bf16", "steps=200"])    # as `stabletrain train precision=bf16 steps=200`
 model = stabletrain.load(result.folder)                        # an nn.Module in eval mode
-stabletrain.compare(["outputs", "multirun"])                   # a pandas.DataFrame, one row per run
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from stabletrain.cli.sweep.plan import INFORMATION_OPTIONS
 from stabletrain.cli.train import record_failure, run_one
-from stabletrain.config.arguments import SWEEP, check_folders, parse_arguments, resolve_resume
+from stabletrain.config.arguments import INFORMATION_OPTIONS, SWEEP, check_folders, parse_arguments, resolve_resume
 from stabletrain.config.error_texts import unknown_option
 from stabletrain.config.jobs import run_as_job
 from stabletrain.errors import ConfigError, NotSaved, TrainingHalted
@@ -26,7 +24,6 @@ from stabletrain.stored.trusted import OPTION, accepting
 from stabletrain.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    import pandas as pd
     from torch import nn
 
 
@@ -116,23 +113,3 @@ def load(path: str | Path, *, best: bool = False, device: str = "cpu", trust: bo
 
     with accepting(trust):
         return load_model(Path(path), best=best, device=device)
-
-
-def compare(runs: Sequence[str | Path] | str | Path, *, by_seed: bool = False) -> "pd.DataFrame":
-    """Returns a data frame with one row per run, indexed by the run folder; runs may still be running.
-
-    Args:
-        runs: run folders, sweep folders, or folders that contain them.
-        by_seed: one row for runs that differ only in their seed, with means and standard deviations.
-
-    Returns:
-        The columns are listed at `stabletrain.comparison.frame`: `val_loss` in nats per target, `settings.<key>` for
-        each setting that differs, and so on. `attrs["shared"]` holds the settings that all runs have in common.
-
-    Raises:
-        ConfigError: a folder does not exist, or contains no runs.
-    """
-    from stabletrain import comparison
-
-    found = comparison.frame(*([runs] if isinstance(runs, str | Path) else runs))
-    return comparison.by_seed(found) if by_seed else found

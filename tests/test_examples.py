@@ -10,8 +10,8 @@ ARGUMENTS = {"train_and_load.py": ["steps=3", "model.n_layer=1", "eval_batches=1
 
 ELSEWHERE = {
     "guard_loop.py": "tests/guard/test_example.py",
-    "guard_lightning.py": "tests/adapters/test_lightning.py",
-    "guard_transformers.py": "tests/adapters/test_transformers.py",
+    "guard_lightning.py": "tests/beside/adapters/test_lightning.py",
+    "guard_transformers.py": "tests/beside/adapters/test_transformers.py",
     "regression.py": "tests/test_examples_objectives.py",
     "vae.py": "tests/test_examples_objectives.py",
     "simclr.py": "tests/test_examples_objectives.py",

@@ -1,7 +1,7 @@
 """Run folders of an earlier commit still work: they can be resumed, sampled, replayed, compared and diagnosed.
 
 `fixtures/README.md` says what they are and how they were made. Other CPUs' kernels round differently, so numbers are
-compared with a tolerance; `benchmarks/reliability/checkouts.py` compares two checkouts on one machine bit by bit.
+compared with a tolerance; `tests/tools/checkouts.py` compares two checkouts on one machine bit by bit.
 """
 
 import json

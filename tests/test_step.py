@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.workloads import build_tools
 from stabletrain.guard.policy import NoGuard
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.step import compute, train_step
+from tests.workloads import build_tools
 
 CPU = torch.device("cpu")
 PRECISIONS = {

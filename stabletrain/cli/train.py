@@ -17,7 +17,6 @@ is that of its first run that did not finish.
 """
 
 import json
-import math
 import sys
 import time
 import traceback
@@ -33,10 +32,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from stabletrain.cli import hydra_patches
-from stabletrain.cli.sweep import lines
-from stabletrain.cli.sweep.member import Member, stopping_all
-from stabletrain.cli.sweep.plan import Sweep, finished_run, start_sweep
-from stabletrain.comparison.pages.at_end import write_if_missing
+from stabletrain.cli.finished import finished_run, result
 from stabletrain.config.arguments import (
     Arguments,
     check_folders,
@@ -59,6 +55,7 @@ from stabletrain.errors import (
     TrainingHalted,
     own_traceback,
 )
+from stabletrain.extension import NoPage, NoSweep, extension
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.failure_report import (
     as_rank_lost,
@@ -84,8 +81,7 @@ from stabletrain.tracking.metrics import replace
 from stabletrain.tracking.progress import Progress
 
 if TYPE_CHECKING:
-    from stabletrain.trainer.run import Output
-    from stabletrain.whatif.healing import Ready
+    from stabletrain.trainer.run import Output, TrainingRun
 
 DUPLICATE_ERROR_WAIT_S = 5.0
 """How long other ranks wait before they report an error that rank 0 may have met too."""
@@ -96,7 +92,7 @@ RANK_LOST_WAIT_S = 5.0
 HELP_OPTIONS = frozenset(["--help", "-h"])
 
 
-class RunFailed(Exception):
+class RunOfSearchFailed(Exception):
     """A run of a search failed and has reported why; it has no loss to return to the sweeper."""
 
     def __init__(self, exit_code: int) -> None:
@@ -130,7 +126,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
 def run_command_line(main: Callable[[], Any], config_dir: Path) -> int:
     """The same, with Hydra set up."""
     typed, ranks = parse_arguments([word for word in sys.argv[1:] if word != trusted.OPTION]), current_ranks()
-    sweep: Sweep | None = None
+    sweep = NoSweep()
     if (message := unknown_option(sys.argv[1:], config_dir)) is not None:
         return refuse(message, ranks)
     try:
@@ -138,15 +134,16 @@ def run_command_line(main: Callable[[], Any], config_dir: Path) -> int:
         # folder, and it reads the folder from the command line.
         sweep, arguments = resolve_arguments(typed, ranks, config_dir)
         sys.argv[1:] = [*chain(*arguments)]
-        if sweep is not None and ranks.is_main:
-            say(lines.opening(sweep), flush=True)
-        # The runs of a parallel sweep ignore signals from outside: this process passes them on.
-        listening = nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder)
-        with listening, hydra_patches.help_of_command() if HELP_OPTIONS & set(arguments.options) else nullcontext():
+        if ranks.is_main and (opening := sweep.opening()):
+            say(opening, flush=True)
+        with (
+            sweep.listening(),
+            hydra_patches.help_of_command() if HELP_OPTIONS & set(arguments.options) else nullcontext(),
+        ):
             main()
     except StabletrainError as error:
         return refuse(str(error), ranks)
-    except RunFailed as failure:
+    except RunOfSearchFailed as failure:
         return failure.exit_code
     except SystemExit as stop:  # raised by a run that did not finish, and by Hydra's own commands such as --help
         if not isinstance(stop.code, int):
@@ -164,23 +161,23 @@ def run_command_line(main: Callable[[], Any], config_dir: Path) -> int:
             return 1
         return refuse(message, ranks)
     finally:
-        if sweep is not None and ranks.is_main and sweep.records():
-            say(lines.closing(sweep), flush=True)
+        if ranks.is_main and (closing := sweep.closing()):
+            say(closing, flush=True)
     if ranks.launched:
         leave_process_group()
-    return 0 if sweep is None else lines.code(sweep)
+    return sweep.exit_code()
 
 
-def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
-    """Resolves `resume` to a folder, the same on all ranks; returns the sweep, if any, and the arguments."""
+def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[NoSweep, Arguments]:
+    """Resolves `resume` to a folder, the same on all ranks; returns the sweep and the arguments."""
     check_folders(typed)
     if not ranks.launched:
-        return start_sweep(resolve_resume(typed), config_dir)
+        return extension().start_sweep(resolve_resume(typed), config_dir)
     join_process_group(ranks)
     publish_location(ranks)
     if ranks.restarts:  # torchrun restarted all ranks because one failed: continue the run
         typed = arguments_after_restart(typed)
-    sweep, found = run_on_main(ranks, lambda: start_sweep(resolve_resume(typed), config_dir))
+    sweep, found = run_on_main(ranks, lambda: extension().start_sweep(resolve_resume(typed), config_dir))
     # only the main process writes `.hydra/`
     return sweep, found if ranks.is_main else with_overrides(found, "hydra.output_subdir=null")
 
@@ -200,12 +197,12 @@ def run_job(cfg: DictConfig) -> float | None:
 
     Raises:
         SystemExit: the run did not finish, or its sweep was interrupted; carries the exit code.
-        RunFailed: a run of a search failed.
+        RunOfSearchFailed: a run of a search failed.
     """
     job, ranks = HydraConfig.get(), current_ranks()
     if job.mode == RunMode.MULTIRUN:
         # A run of a sweep returns also if it fails: Hydra would not start the others after an exception.
-        return run_of_sweep(cfg, ranks)
+        return extension().run_of_sweep(cfg)
     folder = Path(job.runtime.output_dir)
     try:
         return run_one(cfg, folder, tell=say)
@@ -249,63 +246,15 @@ def run_one(
         resumed = run_on_main(ranks, lambda: finished_run(folder, job_overrides(), cfg.steps, ("finished",)))
     if resumed and not resumed.get("reason"):  # a reason says what is missing, such as a final state that was not saved
         if ranks.is_main:
-            written = write_if_missing(folder, cfg.report)
+            written = (extension().page(folder) if cfg.report else NoPage()).write_if_missing()
             added = "its missing report.html is written" if written else "nothing to do"
-            tell(f"{folder} is finished already, {lines.result(resumed)}: {added}; raise steps to continue")
+            tell(f"{folder} is finished already, {result(resumed)}: {added}; raise steps to continue")
         return resumed["final"].get("val/loss")
     # Check the resume first: if it may not change the model, say that, not which error the new model would cause.
     choices = HydraConfig.get().runtime.choices
     run_on_main(ranks, lambda: check_resume(cfg.resume, settings(cfg, choices), folder))
     check(cfg)
     return build_and_train(cfg, folder, signals=signals)
-
-
-def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
-    """Trains one run of a sweep, or reads its result if it is over; returns the value that a search minimizes.
-
-    This is the validation loss, or infinity if the guard halted the run or its loss is NaN.
-    """
-    member, done, loss = Member(), None, None
-    if member.is_cancelled:
-        return math.inf
-    try:
-        check(cfg)
-        # A sweep that is started again trains only the runs that have no result yet.
-        done = run_on_main(ranks, lambda: member.finished_record(cfg.steps))
-        if done is None:
-            if ranks.is_main:
-                member.write_hydra_record(cfg)
-            with member.listening():
-                loss = build_and_train(cfg, member.folder, member.progress(cfg.log_every))
-    except TrainingHalted:  # a result, not a failure: its loss is infinite
-        exit_together(ranks)
-    except NotSaved as error:  # it has a loss
-        report_error(error, ranks, member.folder)
-        loss = error.loss
-    except Interrupted as error:
-        if ranks.is_main:
-            member.print_end({"status": "preempted", "reason": str(error)})
-        exit_together(ranks)
-        if member.alone:  # Hydra would start the next run; in parallel, the file `.stop` keeps the others from starting
-            sys.exit(error.exit_code)
-        return math.inf
-    except Exception as raised:
-        error = as_rank_lost(raised, ranks) or raised
-        report_error(error, ranks, member.folder)
-        if ranks.is_main:
-            record_failure(member.folder, error)
-            member.print_end({"status": "failed", "reason": str(error)})
-        # A search must not learn from a loss that a mistake has made; the runs of a grid are independent.
-        if member.in_search:
-            raise RunFailed(getattr(error, "exit_code", 1)) from None
-        return math.inf
-    if ranks.is_main:
-        if done is not None:
-            write_if_missing(member.folder, cfg.report)
-        member.print_end(done or member.record(), before=done is not None)
-    if done is not None:
-        return lines.loss_of(done)
-    return math.inf if loss is None or math.isnan(loss) else loss
 
 
 def build_and_train(
@@ -325,7 +274,7 @@ def build_and_train(
     from stabletrain.trainer.build import build  # imports torch, which the checks do without
     from stabletrain.trainer.loop import train
 
-    def once(cfg: DictConfig, ready: "Ready") -> float | None:
+    def once(cfg: DictConfig, ready: "Callable[[TrainingRun], None]") -> float | None:
         """Trains the run with these settings, after `ready` has taken it; a healing calls this again with others."""
         run = build(cfg, folder, shown)
         ready(run)
@@ -341,10 +290,8 @@ def build_and_train(
 
     if cfg.guard.get("escalate") != "whatif":
         return once(cfg, lambda run: None)
-    from stabletrain.whatif.healing import Healer
-
     note = (shown or Progress(cfg.log_every)).note
-    return Healer(folder, once, note, live=shown is None, listening=signals is None).run(cfg)
+    return extension().heal(cfg, folder, once, note, live=shown is None, listening=signals is None)
 
 
 def say_closing_lines(output: "Output") -> None:

@@ -37,6 +37,11 @@ SWEEP = frozenset({"-m", "--multirun"})
 
 OPTIONS = OPTIONS_WITH_VALUE | SWEEP | {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"}
 OPTIONS |= {"--experimental-rerun", trusted.OPTION}
+
+INFORMATION_OPTIONS = frozenset(
+    ["--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"]
+)
+"""Options that make Hydra print information and run nothing."""
 """All options of Hydra, and our own."""
 
 

@@ -7,6 +7,10 @@ added to `MOVED`.
 from typing import Any
 
 MOVED: dict[str, str] = {
+    "stabletrain.faults": "stabletrain.beside.faults",
+    "stabletrain.faults.NoFaults": "stabletrain.extension.NoFaults",
+    "stabletrain.forecast.forecast.Forecast": "stabletrain.extension.forecast",
+    "stabletrain.forecast.forecast.NoForecast": "stabletrain.extension.NoForecast",
     "stabletrain.forensics.desk.Forensics": "stabletrain.forensics.handler.IncidentHandler",
     "stabletrain.forensics.desk.NoForensics": "stabletrain.forensics.handler.NoIncidentHandler",
     "stabletrain.stability.guard.NoGuard": "stabletrain.guard.NoGuard",

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stabletrain.forecast.prediction import Prediction
+from stabletrain.extension import Prediction
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.probes.samples import MAX_LISTED, describe

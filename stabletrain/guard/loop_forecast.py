@@ -1,4 +1,4 @@
-"""The forecast of a user's own loop: `forecast/`, fed with what can be measured without running the model again.
+"""The forecast of a user's own loop, fed with what can be measured without running the model again.
 
 | signal | measured from |
 |---|---|
@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.forecast.forecast import HORIZON, Forecast, NoForecast
-from stabletrain.forecast.prediction import Prediction
+from stabletrain.extension import HORIZON, NoForecast, Prediction, extension
 from stabletrain.guard.in_code import in_code
 from stabletrain.guard.incidents import plain_number
 from stabletrain.guard.judge import Judge
@@ -45,7 +44,7 @@ class NoLoopForecast(NoForecast):
         return []
 
 
-class LoopForecast(Forecast, NoLoopForecast):
+class LoopForecast(NoLoopForecast):
     """Looks at every `every`-th applied step.
 
     A look copies the weights until the update is done, and reads two vectors from the device.
@@ -58,7 +57,7 @@ class LoopForecast(Forecast, NoLoopForecast):
     """
 
     def __init__(self, every: int, state: TrainState, judge: Judge, tracker: NoTracker) -> None:
-        super().__init__(HORIZON, "alarm")
+        self._forecast = extension().forecast(HORIZON, "alarm")
         self._every, self._state, self._judge, self._tracker = every, state, judge, tracker
         self._applied, self._failed = 0, False
         self._measured: Mapping[str, float] = {}
@@ -84,7 +83,7 @@ class LoopForecast(Forecast, NoLoopForecast):
 
     def after_step(self, reading: Reading) -> list[Prediction]:
         """Adds an applied step; if a look is due, returns the predictions to print now, with fixes for any loop."""
-        self.add_loss(reading.loss)
+        self._forecast.add_loss(reading.loss)
         self._applied += 1
         if self._applied % self._every:
             return []
@@ -94,19 +93,19 @@ class LoopForecast(Forecast, NoLoopForecast):
         if "lr" in known:
             known["lr"] = max(known["lr"], known.get("initial_lr", 0.0))
         clipping = "norm" if self._judge.clips else "none"
-        self.set_run({"precision": self._judge.precision.name, "clipping": clipping}, known)
+        self._forecast.set_run({"precision": self._judge.precision.name, "clipping": clipping}, known)
         numbers = {"grad/norm": reading.grad_norm, "lr": reading.lr, "precision/loss_scale": reading.loss_scale}
-        found = self.look(reading.step, {**self._measured, **numbers})
+        found = self._forecast.look(reading.step, {**self._measured, **numbers})
         self._measured = {}
         return [for_any_loop(each) for each in found]
 
     def state_dict(self) -> dict:
         """The series of the last looks, what was said, and the number of applied steps."""
-        return {**super().state_dict(), "applied": self._applied}
+        return {**self._forecast.state_dict(), "applied": self._applied}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores them. A state that was saved without a forecast has none."""
-        super().load_state_dict(state)
+        self._forecast.load_state_dict(state)
         self._applied = state.get("applied", 0)
 
 

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.forecast.prediction import Prediction
+from stabletrain.extension import Prediction
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.guard.engine import log_alarms, log_predictions, note_taken_again, settle
 from stabletrain.guard.incidents import Incidents

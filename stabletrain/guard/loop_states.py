@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from stabletrain.checkpoint.snapshots import choose_memory
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.forecast.forecast import NoForecast
+from stabletrain.extension import NoForecast
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.guard.states import KeptStates
 from stabletrain.machine.memory import free_host_memory

@@ -13,7 +13,8 @@ A trend that is present in the past errors is subtracted only if it makes the te
 therefore never alarms when its fall slows down. While S is above half its threshold, the reference and the errors stay
 as they are: a change must not become its own reference. If that lasts for `ERRORS` values, S begins again at 0.
 
-`threshold(rate)` was fitted to simulated series with heavy tails and autocorrelation (`benchmarks/slow_spikes.py`).
+`threshold(rate)` was fitted to simulated series with heavy tails and autocorrelation
+(`tests/reliability/slow_spikes.py`).
 """
 
 import math

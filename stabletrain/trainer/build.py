@@ -21,7 +21,6 @@ from stabletrain.checkpoint.capture import Stateful, sharded_tensors
 from stabletrain.checkpoint.folder import run_of
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.snapshots import choose_memory
-from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
 from stabletrain.config import trust
 from stabletrain.config.arguments import SWEEP, job_overrides, key_of, parse_arguments
 from stabletrain.config.make import leaves, plain
@@ -29,6 +28,7 @@ from stabletrain.config.resuming import acting, check_resume, settings
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.data.to_device import ToDevice
 from stabletrain.errors import ConfigError
+from stabletrain.extension import NoPage, extension
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.distributed_handler import for_all_ranks
 from stabletrain.guard.policy import NoGuard
@@ -154,7 +154,7 @@ class RunParts:
         self.wandb = options.faults.wandb(options.wandb) if ranks.is_main else NoWandb()
         self.run_folder = self._claim_folder()
         self.tracker = self._open_tracker(shown)
-        self.page = PageAtEnd(folder) if options.report and ranks.is_main else NoPage()
+        self.page = extension().page(folder) if options.report and ranks.is_main else NoPage()
         self.data = self._training_data()
         self.monitoring = Monitoring(options.monitors, RollingStats(), trained.usage, options.forecast)
         self.history = History()

@@ -25,7 +25,6 @@ from stabletrain.machine.hardware import flops_per_sample, meta_copy
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import Batch, reads_rows
 from stabletrain.stability.objective import CrossEntropy, Objective
-from stabletrain.weights.trained import output_of
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
 """Model sizes that are taken from the data if they are null in the model's option."""
@@ -85,6 +84,15 @@ class TakeLogits:
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> Any:
         """Returns the logits of `output`."""
         return output_of(output)
+
+
+def output_of(output: Any) -> Any:
+    """Returns the logits of a model's output: the output itself, its `.logits`, or the first element of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(logits := getattr(output, "logits", None), Tensor):
+        return logits
+    return output[0] if isinstance(output, tuple) and output and isinstance(output[0], Tensor) else output
 
 
 def accept_output_(model: nn.Module, data: Any, objective: Objective) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import Interrupted, TrainingHalted
-from stabletrain.forecast.forecast import NoForecast
+from stabletrain.extension import NoForecast
 from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.guard.checks.update_check import replays_exactly
 from stabletrain.guard.checks.written import note_start

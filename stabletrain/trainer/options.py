@@ -14,8 +14,7 @@ from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.config.make import Choice, plain
 from stabletrain.data.dataset import Dataset
 from stabletrain.errors import ConfigError
-from stabletrain.faults.planned import NoFaults
-from stabletrain.forecast.forecast import NoForecast
+from stabletrain.extension import NoFaults, NoForecast
 from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off

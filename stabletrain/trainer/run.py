@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stabletrain.comparison.pages.at_end import NoPage
 from stabletrain.data.prefetch import Prefetch
-from stabletrain.forecast.forecast import NoForecast
+from stabletrain.extension import NoForecast, NoPage
 from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors

@@ -16,7 +16,8 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.stored.json_files import MissingFile
 from stabletrain.trainer.contract import FROM_DATA
-from stabletrain.weights import to_safetensors
+from stabletrain.weights.exported import is_export, read_export
+from stabletrain.weights.files import CONFIG
 
 ODD = 7919
 """Placeholder for model sizes that the data determines: a number that no user would choose, so it is easy to find."""
@@ -25,9 +26,9 @@ ODD = 7919
 def load_model(path: Path, *, best: bool = False, device: str = "cpu") -> nn.Module:
     """Returns the model of a run folder, a checkpoint or an export, in eval mode; see `stabletrain.load`."""
     target = hardware.choose_device(device)
-    if to_safetensors.is_folder(path):
-        group, state = to_safetensors.read(path)
-        trust.check_config(group, path / to_safetensors.CONFIG)
+    if is_export(path):
+        group, state = read_export(path)
+        trust.check_config(group, path / CONFIG)
         return filled(Choice("model", group), {}, state, path).to(target).eval()
     checkpoint = find(path.absolute(), best=best)
     config = config_of(checkpoint)

@@ -17,7 +17,7 @@ from stabletrain.config.resuming import kept_precision
 from stabletrain.data.dataset import Dataset
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
-from stabletrain.faults.planned import NoFaults
+from stabletrain.extension import NoFaults
 from stabletrain.guard.checks.state_check import default_every
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix

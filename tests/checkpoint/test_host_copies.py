@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks.fake_card import as_if_on_a_card
 from stabletrain.checkpoint import host_copies as module
 from stabletrain.checkpoint.host_copies import ALIGNED, block, host_copies, page_lock, places, room
 from stabletrain.checkpoint.tree import to_host
+from tests.tools.fake_card import as_if_on_a_card
 
 GPT2 = [4 * n for n in [50257 * 768, 1024 * 768, *([768] * 4 + [768 * 768] * 4 + [4 * 768 * 768] * 2) * 12, 768]]
 """Bytes of the weights of GPT-2."""

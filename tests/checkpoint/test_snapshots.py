@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.fake_card import FakeStream, as_if_on_a_card
 from stabletrain.checkpoint import host_copies
 from stabletrain.checkpoint import snapshots as snapshots_module
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.snapshots import Snapshots, choose_memory, state_bytes
 from stabletrain.checkpoint.tree import flatten
 from stabletrain.records import TrainState
+from tests.tools.fake_card import FakeStream, as_if_on_a_card
 
 
 class Loss:

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from stabletrain.cli import commands
 from stabletrain.cli.commands import main
 from stabletrain.errors import ConfigError, StabletrainError, TrainingHalted
+from tests.beside.comparison.written import six_runs, write
 from tests.checkpoint.given import rewrite_manifest
-from tests.comparison.written import six_runs, write
 from tests.runs import ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -120,13 +120,13 @@ def test_an_error_prints_one_line_and_sets_the_exit_code(monkeypatch, capsys, er
     def failing(folders):
         raise error
 
-    monkeypatch.setattr("stabletrain.comparison.reading.runs.read_runs", failing)
+    monkeypatch.setattr("stabletrain.beside.comparison.reading.runs.read_runs", failing)
     assert main(["losses", "run", "a.svg"]) == code
     assert capsys.readouterr().err == said
 
 
 def test_an_unexpected_exception_is_raised(monkeypatch):
-    monkeypatch.setattr("stabletrain.comparison.reading.runs.read_runs", lambda folders: 1 / 0)
+    monkeypatch.setattr("stabletrain.beside.comparison.reading.runs.read_runs", lambda folders: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["losses", "run", "a.svg"])
 

@@ -15,8 +15,7 @@ from stabletrain.config import moved
 from stabletrain.config.make import Choice, innermost, leaves, missing_parts, plain
 from stabletrain.data.dataset import Dataset
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.faults.planned import NoFaults
-from stabletrain.forecast.forecast import NoForecast
+from stabletrain.extension import NoFaults, NoForecast
 from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off

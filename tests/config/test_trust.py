@@ -15,13 +15,13 @@ import yaml
 from omegaconf import OmegaConf
 
 import stabletrain
+from stabletrain.beside.whatif.arms import Arm, with_fixes
+from stabletrain.beside.whatif.base import read_base
+from stabletrain.beside.whatif.judging import judged
 from stabletrain.cli.commands import main
 from stabletrain.config import trust
 from stabletrain.errors import ConfigError
 from stabletrain.guard.guard import Guard
-from stabletrain.whatif.arms import Arm, with_fixes
-from stabletrain.whatif.base import read_base
-from stabletrain.whatif.judging import judged
 from tests.runs import TINY_GPT
 
 TINY = [*TINY_GPT, "steps=8", "guard=skip", "report=false", "precision=fp32", "faults=label", "faults.at=[5]"]

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from stabletrain.beside.faults import Empty, Ignored, Input, Label, Poison
 from stabletrain.data.imagefolder import Files, ImageFolder
 from stabletrain.data.images import Digits, Images, InMemory
 from stabletrain.data.prepare import prepare
 from stabletrain.data.text import Text
 from stabletrain.data.tokens import Tokens
 from stabletrain.data.windows import Windows
-from stabletrain.faults import Empty, Ignored, Input, Label, Poison
 from stabletrain.records import IGNORE_INDEX, reads_rows
 from tests.data.given import FOLDER, texts
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.fake_card import CARD, FakeStream, as_if_on_a_card
 from stabletrain.data.to_device import ToDevice
 from stabletrain.records import Batch, Transform
+from tests.tools.fake_card import CARD, FakeStream, as_if_on_a_card
 
 
 def batch(transform=None):

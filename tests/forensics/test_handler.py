@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 
+from stabletrain.beside.comparison.reading.runs import read_events
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten, to_host
-from stabletrain.comparison.reading.runs import read_events
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics import handler, incident
 from stabletrain.forensics import saved_step as files

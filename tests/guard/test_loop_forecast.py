@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain.beside.forecast.forecast import Forecast
 from stabletrain.errors import ConfigError
-from stabletrain.forecast.forecast import HORIZON, Forecast
+from stabletrain.extension import HORIZON
 from stabletrain.guard import loop_forecast
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.in_code import in_code

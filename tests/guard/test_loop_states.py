@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from benchmarks.fake_card import as_if_on_a_card
 from stabletrain.checkpoint.snapshots import Snapshots
-from stabletrain.forecast.forecast import NoForecast
+from stabletrain.extension import NoForecast
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.loop_states import LoopStates
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.stability.precision.loop import precision_of_loop
 from stabletrain.tracking.tracker import NoTracker
 from tests.guard.given import Loop, batches, network, same
+from tests.tools.fake_card import as_if_on_a_card
 
 WRITES = {
     "clamping": lambda model, optimizer: model[0].weight.clamp_(-1, 1),

@@ -1,6 +1,6 @@
 """Law 9: as if on a CUDA device, every acting option trains: no tensor elsewhere, and no step waits for the device.
 
-`benchmarks/fake_card.py` makes the device of fake tensors, which have shapes, dtypes and devices but no values. It
+`tests/tools/fake_card.py` makes the device of fake tensors, which have shapes, dtypes and devices but no values. It
 lists the places that may read values, wait, or use host tensors. Fake tensors cannot show compiled code, several ranks,
 writing a state to disk, and the values themselves.
 """
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from benchmarks.fake_card import HEALTHY, HOST, READERS, WAITERS, HostRead, as_if_on_a_card
 from stabletrain import buffers, step
 from stabletrain.config.checks import check
 from stabletrain.data.to_device import ToDevice
@@ -29,6 +28,7 @@ from stabletrain.trainer.loop import train
 from stabletrain.trainer.rollback import Rollback
 from tests.data.given import picture
 from tests.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
+from tests.tools.fake_card import HEALTHY, HOST, READERS, WAITERS, HostRead, as_if_on_a_card
 
 PACKAGE = ROOT / "stabletrain"
 CARDS = {"h100": (9, 0), "a100": (8, 0), "v100": (7, 0)}

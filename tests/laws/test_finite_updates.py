@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.reliability.fragile import FRAGILE, RootFirst
 from stabletrain import Guard
 from stabletrain.errors import TrainingHalted
 from stabletrain.stability.optimizers.closed import why_unproven
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.reliability.fragile import FRAGILE, RootFirst
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 

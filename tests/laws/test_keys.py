@@ -9,14 +9,14 @@ import pytest
 import yaml
 from PIL import Image
 
-from stabletrain.comparison.pages.at_end import NoPage
 from stabletrain.config.checks import check
 from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
+from stabletrain.extension import NoPage
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
-from tests.forecast.given import LOUD
+from tests.beside.forecast.given import LOUD
 from tests.runs import CONF, composed
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
@@ -426,7 +426,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, monkeypatch, places, uncha
     if f"{group}={option}" in REFUSED_HERE:
         pytest.skip(f"refused as a whole here; {SEEN_ELSEWHERE.get(name, 'seen on another machine')}")
     if group == "forecast":  # its keys act on an alarm only
-        monkeypatch.setattr("stabletrain.forecast.forecast.fitted", lambda: LOUD)
+        monkeypatch.setattr("stabletrain.beside.forecast.forecast.fitted", lambda: LOUD)
     extra = needed_for(group, option, key, places)
     if extra is None:
         pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/precision/test_modes.py"))
@@ -519,7 +519,7 @@ NOT_HERE = {
 }
 """Values that must be rejected, for keys whose effect would end this process, or that have nothing to act on here.
 
-tests/faults/test_in_io.py and test_planned.py show their effect.
+tests/beside/faults/test_in_io.py and test_planned.py show their effect.
 """
 
 
@@ -539,7 +539,7 @@ def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
         assert tried == [True], "on a CPU only true compiles, and then it must"
         return
     base = observe(tmp_path / "base", chosen)
-    if key == "report":  # tests/comparison/pages/test_at_end.py checks the page itself
+    if key == "report":  # tests/beside/comparison/pages/test_at_end.py checks the page itself
         with composed(*chosen, "report=false") as cfg:
             assert type(build(cfg, tmp_path).output.page) is NoPage
         return

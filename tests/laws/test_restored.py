@@ -24,10 +24,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from stabletrain.beside.forecast.series import Series
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import map_tensors
-from stabletrain.forecast.forecast import NoForecast
-from stabletrain.forecast.series import Series
+from stabletrain.extension import NoForecast
 from stabletrain.guard.checks.comparing import Compared
 from stabletrain.guard.checks.recheck import NoRecheck, Recheck
 from stabletrain.guard.guard import Guard
@@ -526,9 +526,9 @@ def same_from_here(one, other, history, seeds):
 def test_the_walk_reaches_every_class_with_a_state_and_each_has_a_feeder():
     kinds = {kind for _, kind in found()}
     reached = {base for kind in kinds for base in kind.__mro__ if "load_state_dict" in vars(base)} | kinds
-    # The callback has only the state of its guard; its test is in tests/adapters/test_lightning.py.
+    # The callback has only the state of its guard; its test is in tests/beside/adapters/test_lightning.py.
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in reached}
-    assert stateful_classes() - names == {"stabletrain.adapters.lightning.GuardCallback"}
+    assert stateful_classes() - names == {"stabletrain.beside.adapters.lightning.GuardCallback"}
     apart = (torch.optim.Optimizer, LoopGuard, OwnLoop)  # `Guarded` feeds both
     assert {kind.__qualname__ for kind in kinds if not feeder_of(kind) and not issubclass(kind, apart)} == set()
 

@@ -8,13 +8,13 @@ import signal
 import pytest
 import torch
 
-from benchmarks.reliability import kills
-from benchmarks.reliability.ends import everything, metrics
 from stabletrain.errors import ConfigError, Interrupted
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.devices import need_torchao
+from tests.reliability import kills
+from tests.reliability.ends import everything, metrics
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12
@@ -172,7 +172,7 @@ def test_resuming_with_another_learning_rate_uses_it(tmp_path):
 
 @pytest.mark.slow
 def test_kill_minus_nine_at_random_moments(tmp_path):
-    """Three real kills of a real process; `python -m benchmarks.reliability.kills` does thirty."""
+    """Three real kills of a real process; `python -m tests.reliability.kills` does thirty."""
     report = kills.campaign(tmp_path, kills=3, seed=0)
     assert report.kills == 3
     assert report.identical, report.difference

@@ -6,7 +6,7 @@ import pytest
 
 from stabletrain.errors import StabletrainError
 from stabletrain.machine.slurm import has_slurm, sbatch, scancel, states
-from tests.cli.slurm.stand_ins import stand_in
+from tests.beside.slurm.stand_ins import stand_in
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from stabletrain.faults.planned import random_index
+from stabletrain.beside.faults.planned import random_index
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import on_demand
 from tests.runs import TINY_GPT, TINY_RESNET

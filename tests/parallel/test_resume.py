@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 
-from benchmarks.reliability.ends import everything
 from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.tree import flatten
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import alone, performed
 from tests.parallel.worker import of_tensor, perform
+from tests.reliability.ends import everything
 from tests.runs import TINY_GPT, TINY_RESNET
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

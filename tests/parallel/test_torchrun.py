@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks.reliability.ends import everything, metrics
 from stabletrain.tracking.metrics import read_jsonl
 from tests.devices import CARD
 from tests.parallel.launches import finish, performed, ranks_of, start, trained, until
+from tests.reliability.ends import everything, metrics
 from tests.runs import ROOT, TINY_GPT
 
 pytestmark = pytest.mark.timeout(600)

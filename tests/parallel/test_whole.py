@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks.fake_card import as_if_on_a_card
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.parallel import whole
 from stabletrain.parallel.fsdp import FSDP
@@ -13,6 +12,7 @@ from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import WEIGHTS_IN_REPLAY, Gather, GatheredState, NotEnoughMemory, WholeState
 from stabletrain.records import TrainState
 from tests.monitors.watched import tiny_gpt
+from tests.tools.fake_card import as_if_on_a_card
 
 
 class Shard:

@@ -4,17 +4,18 @@ import json
 
 import pytest
 
-from stabletrain.cli.export import choices_in
-from stabletrain.cli.sweep import lines, plan
-from stabletrain.comparison.pages.one_run import write_run_page
-from stabletrain.comparison.reading.columns import read_columns
-from stabletrain.comparison.reading.runs import read_run
+from stabletrain.beside.comparison.pages.one_run import write_run_page
+from stabletrain.beside.comparison.reading.columns import read_columns
+from stabletrain.beside.comparison.reading.runs import read_run
+from stabletrain.beside.export.command import choices_in
+from stabletrain.beside.sweep import lines, plan
+from stabletrain.beside.wandb_sync import is_running
+from stabletrain.cli.finished import finished_run
 from stabletrain.config.arguments import arguments_of, newest_of_same_command, parse_arguments, sweep_arguments
 from stabletrain.config.resuming import check_unfinished, recorded_settings, steps_of_changes
 from stabletrain.tracking.metrics import Metrics, read_jsonl
 from stabletrain.tracking.run_folder import Description, RunFolder
-from stabletrain.tracking.wandb_sync import is_running
-from tests.comparison.written import write
+from tests.beside.comparison.written import write
 
 WHOLE = {"id": "abc", "status": "finished", "overrides": ["seed=1"], "final": {"steps": 9, "val/loss": 2.0}}
 DEEP = "[" * 100_000
@@ -60,7 +61,7 @@ def test_every_reader_takes_a_damaged_record(tmp_path, text, capsys):
     found = plan.read(folder.parent)
     assert found is not None
     lines.closing(found), lines.code(found), lines.opening(found), lines.seconds_left(found)
-    plan.finished_run(folder, ["seed=1"], 9)
+    finished_run(folder, ["seed=1"], 9)
     record = RunFolder(folder).read()
     lines.ending(found, 0, ["seed=1"], record, None)
     begun = RunFolder(folder)

@@ -9,14 +9,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import nn
 
-from benchmarks.workloads import build_tools
 from stabletrain.buffers import Buffers
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
-from stabletrain.comparison.pages.at_end import NoPage
 from stabletrain.config.make import plain
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.data.to_device import ToDevice
-from stabletrain.forecast.forecast import NoForecast
+from stabletrain.extension import NoForecast, NoPage
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.guard.policy import NoGuard
@@ -36,6 +34,7 @@ from stabletrain.trainer.options import Options, read
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
 from stabletrain.trainer.saved_states import SavedStates
+from tests.workloads import build_tools
 
 CPU = torch.device("cpu")
 FP32 = precisions.fp32(CPU)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.workloads import build_tools
 from stabletrain.config.arguments import LAUNCH_VARIABLE, parse_arguments
 from stabletrain.errors import ConfigError
 from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard
@@ -30,6 +29,7 @@ from stabletrain.trainer.banner import (
 )
 from stabletrain.trainer.history import History
 from tests.trainer.given import CPU, FP32
+from tests.workloads import build_tools
 
 
 @pytest.fixture(autouse=True)

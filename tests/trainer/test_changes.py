@@ -8,7 +8,6 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from benchmarks.reliability.ends import everything, metrics
 from stabletrain.checkpoint.folder import find
 from stabletrain.config.make import Choice
 from stabletrain.config.resuming import recorded_settings
@@ -19,6 +18,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerprint
 from stabletrain.trainer.loop import train
+from tests.reliability.ends import everything, metrics
 from tests.runs import ROOT, TINY_GPT, composed
 from tests.tracking import wandb_file
 

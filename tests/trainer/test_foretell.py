@@ -5,13 +5,13 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from stabletrain.cli.forecast import replay_forecast
-from stabletrain.forecast import forecast as room
-from stabletrain.forecast.forecast import Forecast
+from stabletrain.beside.forecast import forecast as room
+from stabletrain.beside.forecast.command import replay_forecast
+from stabletrain.beside.forecast.forecast import Forecast
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import Due, log_forecast, train
-from tests.forecast.given import LOUD
+from tests.beside.forecast.given import LOUD
 from tests.runs import TINY_GPT, composed
 from tests.trainer.given import make_run, reading
 

@@ -86,7 +86,10 @@ def test_a_run_makes_each_object_once(tmp_path, monkeypatch):
     [
         ("clipping.max_norm=-1", "clipping.max_norm=-1"),
         ("guard._target_=builtins.dict", "guard=rollback: builtins.dict gives a dict, which has no .*gate"),
-        ("+faults.banana=1", "faults=none cannot be built from stabletrain.faults.NoFaults: NoFaults.. takes no arg"),
+        (
+            "+faults.banana=1",
+            "faults=none cannot be built from stabletrain.extension.NoFaults: NoFaults.. takes no arg",
+        ),
         ("qknorm._target_=builtins.dict", "qknorm=none: builtins.dict gives a dict, which has no __call__"),
         ("objective._target_=builtins.dict", "objective: builtins.dict gives a dict, which cannot be called with"),
         ("label_smoothing=1", r"label_smoothing=1 is outside \[0, 1\)"),

@@ -11,7 +11,7 @@ from torch import nn
 from stabletrain.config.make import Choice
 from stabletrain.data.dataset import Dataset
 from stabletrain.errors import ConfigError
-from stabletrain.faults.planned import NoFaults
+from stabletrain.extension import NoFaults
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.parallel import distributed

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.workloads import build_tools
 from stabletrain.guard.policy import NoGuard, SkipGuard
 from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
@@ -19,6 +18,7 @@ from stabletrain.step import train_step
 from stabletrain.trainer.tools import tools_from_options
 from tests.runs import TINY_GPT, composed
 from tests.trainer.given import FP32, batch, options_of, reading
+from tests.workloads import build_tools
 
 
 def test_the_defaults_are_the_usual():

@@ -2,7 +2,7 @@
 
 import torch
 
-from stabletrain.weights.trained import Trained
+from stabletrain.beside.export.trained import Trained
 from tests.models.given import small
 
 GPT2_PARTS = {"position": "learned", "mlp": "gelu_tanh", "norm_eps": 1e-5, "bias": True, "tied_head": True}

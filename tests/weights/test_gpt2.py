@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from stabletrain.beside.export.to_transformers import sizes_of
 from stabletrain.errors import ConfigError
 from stabletrain.weights import gpt2
-from stabletrain.weights.to_transformers import sizes_of
 from tests.models.given import small
 from tests.weights.given import GPT2_PARTS, gpt2_like, same
 

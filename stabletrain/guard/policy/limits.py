@@ -61,7 +61,8 @@ class LimitFactors:
     largest: float = LARGEST
 
 
-# `prior` was chosen with benchmarks/early_steps.py: of its clean starts, only two exceed a limit, and these diverge.
+# `prior` was chosen with tests/reliability/early_steps.py: of its clean starts, only two exceed a limit, and these
+# diverge.
 LOSS = LimitFactors(ratio=1.05, share=0.3, cold=3.0, prior=8)
 # Gradient norms are heavy-tailed, and clipping bounds their effect: their limits are wide.
 NORM = LimitFactors(ratio=20.0, share=3.0, cold=100.0, prior=128, largest=LARGEST_NORM)

@@ -263,7 +263,7 @@ PROVEN: dict[type, Callable[[Any, Group, float], str]] = {
 # ---- foreign code in the step
 
 TRUSTED_HOOKS = ("stabletrain.stability.", "stabletrain.checkpoint.", "stabletrain.guard.", "torch.profiler")
-"""Modules whose step hooks keep the proof. Those of `stabletrain.faults` change the rate or the weights."""
+"""Modules whose step hooks keep the proof. Those of `stabletrain.beside.faults` change the rate or the weights."""
 
 INNER_STEP = {"torch.optim.lr_scheduler": "func", "stabletrain.guard.attach": "inner"}
 """By module, the variable in which a function that replaced an optimizer's `step` keeps the step that it calls."""

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.reliability.zoo.install import behind
-from benchmarks.reliability.zoo.parts import Part, ScaleTooLarge, ScaleTooSmall
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
 from stabletrain.forensics.probes.fp8_casts import SATURATED_SHARE, Casts, NoCasts, fp8_casts
@@ -22,6 +20,8 @@ from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.devices import need_torchao
 from tests.forensics.given import made, repro_of
+from tests.reliability.zoo.install import behind
+from tests.reliability.zoo.parts import Part, ScaleTooLarge, ScaleTooSmall
 from tests.runs import TINY_GPT, composed
 from tests.stability.precision.given import CPU
 

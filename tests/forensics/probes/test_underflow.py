@@ -7,8 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.reliability.zoo.install import behind
-from benchmarks.reliability.zoo.parts import FaintGradient, SteepBackward
 from stabletrain.cli.commands import main
 from stabletrain.errors import TrainingHalted
 from stabletrain.forensics import handler
@@ -19,6 +17,8 @@ from stabletrain.records import Reading
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.forensics.test_handler import bits, events
+from tests.reliability.zoo.install import behind
+from tests.reliability.zoo.parts import FaintGradient, SteepBackward
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 QUIET = ["checkpoint=off", "monitors.every=2", "warmup=none", "steps=8"]

@@ -82,7 +82,7 @@ def test_a_trend_and_an_outlier_do_not_widen_the_cold_limit():
 
 
 def test_a_batch_of_wrong_targets_at_step_30_is_a_spike():
-    """Losses of a small GPT (benchmarks/early_steps.py); 3 times the first loss is 18."""
+    """Losses of a small GPT (tests/reliability/early_steps.py); 3 times the first loss is 18."""
     losses = np.interp(range(27), range(0, 28, 4), [5.99, 3.8, 3.48, 2.9, 3.14, 2.81, 2.94])
     assert 1.5 * losses[-1] < limit_after(losses, window=128, terms=LOSS) < 6 < 9.1 < 3 * losses[0]
 

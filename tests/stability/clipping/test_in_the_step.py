@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from benchmarks.reliability.ends import metrics
-from benchmarks.workloads import build_tools
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.step import train_step
 from tests.laws.test_resume import newest, trained
+from tests.reliability.ends import metrics
 from tests.runs import TINY_GPT, TINY_RESNET
 from tests.stability.clipping.given import TIGHT, equal_trees
 from tests.test_step import PRECISIONS, batch, bits, fresh, same
+from tests.workloads import build_tools
 
 WITH_MEMORY = ["zclip", "adagc"]
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.workloads import build_tools
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch
@@ -17,6 +16,7 @@ from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
+from tests.workloads import build_tools
 
 VOCAB, TOKENS = 37, (3, 11)
 

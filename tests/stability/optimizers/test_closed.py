@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from stabletrain.faults import in_step
+from stabletrain.beside.faults import in_step
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy.limits import LARGEST_NORM
 from stabletrain.monitors.tensor_norms import measure_all

@@ -1,5 +1,0 @@
-"""The campaign of finite faults: damage that makes no NaN and no Inf, in memory, in arithmetic and in training.
-
-python -m benchmarks.reliability.finite record --part all        # runs what has no recording yet
-python -m benchmarks.reliability.finite score                    # tables from the committed recordings, in seconds
-"""

@@ -1,0 +1,179 @@
+"""The commands of `stabletrain` that work beside a run.
+
+stabletrain export <run> --to hf                write a model for transformers, torchvision, ONNX or safetensors
+stabletrain compare <runs or sweeps>            compare runs in a table and on an HTML page
+stabletrain losses <runs> <file>                plot the runs' training losses, rollbacks included
+stabletrain forecast <run>                      foretell from a run's monitors what breaks, when, and the fix
+stabletrain whatif <run>                        try fixes from the state before a run's trouble, and rank them
+stabletrain sync [<runs>]                       upload offline runs to Weights & Biases
+stabletrain wandb-report <entity/project>       write a W&B report that compares a project's runs
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from stabletrain.beside import wandb_report, wandb_sync
+from stabletrain.errors import ConfigError
+from stabletrain.extension import Command
+from stabletrain.printable import say
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `export`."""
+    parser.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "safetensors", "onnx"),
+        required=True,
+        help="hf: transformers' GPT2LMHeadModel or torchvision's ResNet; safetensors: with what rebuilds the model",
+    )
+    parser.add_argument("--out", type=Path, help="the folder to write (default: <run>/export/<to>-<checkpoint>)")
+    parser.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in that folder")
+
+
+def export(chosen: argparse.Namespace) -> None:
+    """Writes the run's model for other programs, and prints how to load it."""
+    from stabletrain.beside.export.command import export as write
+
+    write(chosen.run, chosen.to, chosen.out, best=chosen.best, overwrite=chosen.overwrite)
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `compare`."""
+    parser.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
+    parser.add_argument("--each", action="store_true", help="one row per run, even if only the seed differs")
+    parser.add_argument("--sort", metavar="COLUMN", help="a column of --csv, such as units_per_s or optimizer.lr")
+    parser.add_argument(
+        "--rows", type=int, default=50, help="number of rows to print, 0 for all (default: %(default)s)"
+    )
+    parser.add_argument("--wide", action="store_true", help="print every column, even if the terminal is too narrow")
+    parser.add_argument("--csv", type=Path, help="write all rows and columns to this file")
+    parser.add_argument("--png", "--picture", type=Path, help="plot the curves to this file (.png, .svg, .pdf)")
+    parser.add_argument(
+        "--html", type=Path, help="the page (default: report.html in a sweep's folder, else compare.html here)"
+    )
+
+
+def compare(chosen: argparse.Namespace) -> None:
+    """Prints a table of runs and their sensitivity to the learning rate; writes the requested files."""
+    from stabletrain.beside.comparison.command import compare as show
+
+    names = ("each", "sort", "rows", "wide", "csv", "html")
+    show(chosen.runs, picture=chosen.png, **{name: getattr(chosen, name) for name in names})
+
+
+def add_losses_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `losses`."""
+    parser.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
+    parser.add_argument("file", type=Path, help="the image to write (.svg, .png)")
+
+
+def losses(chosen: argparse.Namespace) -> None:
+    """Plots the training losses of runs."""
+    from stabletrain.beside.comparison.pictures import draw_losses
+    from stabletrain.beside.comparison.reading.runs import read_runs
+
+    draw_losses(read_runs(chosen.runs), chosen.file)
+
+
+def add_forecast_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `forecast`."""
+    parser.add_argument("run", type=Path, help="a run folder; the run may still be training")
+    parser.add_argument("--json", action="store_true", help="print the forecasts and the signals as JSON")
+
+
+def forecast(chosen: argparse.Namespace) -> None:
+    """Prints what the forecast says of a run, and the signals at its last look."""
+    from stabletrain.beside.forecast.command import replay_forecast
+
+    found = replay_forecast(chosen.run)
+    say(json.dumps(found.as_json(), indent=2) if chosen.json else found)
+
+
+def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `whatif`."""
+    from stabletrain.beside.slurm.arms import add_array_options
+
+    parser.description = (
+        "Resumes the state before a trouble with several changes, on the same batches, and ranks them. The "
+        "same command goes on with an interrupted what-if."
+    )
+    parser.add_argument("run", type=Path, help="a run folder, one of its incidents, or one of its checkpoints")
+    parser.add_argument(
+        "own", nargs="*", metavar="key=value[,key=value...]", help="an arm of your own: overrides that go together"
+    )
+    parser.add_argument("--arms", metavar="NAME,NAME...", help="the arms to run (default: all that apply)")
+    parser.add_argument("--list", action="store_true", help="print every arm, and why it applies or does not")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="STEP",
+        help="step-500 or 500: the state to start from (default: the newest "
+        "healthy one before the trouble; computed again if it was not kept)",
+    )
+    parser.add_argument(
+        "--past", type=int, default=100, help="steps after the trouble to which all arms run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=300, help="steps that the best go on, 0 for none (default: %(default)s)"
+    )
+    parser.add_argument("--best", type=int, default=3, help="number of arms that go on (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, help="number of arms that run at once (default: 1; with --slurm as many as Slurm allows)"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="repeat the arms of the last round, so that each has run with so many seeds (default: %(default)s)",
+    )
+    add_array_options(parser)
+
+
+def whatif(chosen: argparse.Namespace) -> None:
+    """Tries fixes for a run's trouble, and prints their ranking."""
+    from stabletrain.beside.slurm.arms import read_array
+    from stabletrain.beside.whatif.command import whatif as run
+    from stabletrain.beside.whatif.opening import listing
+    from stabletrain.beside.whatif.plan import WhatIfOptions
+
+    start = None
+    if chosen.start is not None:
+        number = chosen.start.removeprefix("step-")
+        if not number.isdecimal():
+            raise ConfigError(f"--from {chosen.start} is not a step; fix: write --from step-500, or --from 500")
+        start = int(number)
+    asked = WhatIfOptions(
+        path=chosen.run,
+        start=start,
+        arms=None if chosen.arms is None else [name for name in chosen.arms.split(",") if name],
+        own=[*chosen.own, *chosen.more],
+        past=chosen.past,
+        steps=chosen.steps,
+        best=chosen.best,
+        jobs=1 if chosen.jobs is None else chosen.jobs,
+        seeds=chosen.seeds,
+        slurm=read_array(chosen),
+    )
+    say(listing(asked)) if chosen.list else run(asked)
+
+
+COMMANDS = {
+    "export": Command(
+        "write a model for transformers, torchvision, ONNX or safetensors", add_export_arguments, export, builds=True
+    ),
+    "compare": Command("compare runs in a table and on an HTML page", add_compare_arguments, compare),
+    "losses": Command("plot the training losses of runs", add_losses_arguments, losses),
+    "forecast": Command(
+        "foretell from a run's monitors what breaks, when, and the fix", add_forecast_arguments, forecast
+    ),
+    "whatif": Command(
+        "try fixes from before a run's trouble, and rank them", add_whatif_arguments, whatif, builds=True
+    ),
+    "sync": Command("upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
+    "wandb-report": Command(
+        "write a W&B report that compares a project's runs", wandb_report.add_arguments, wandb_report.run
+    ),
+}

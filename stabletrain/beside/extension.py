@@ -1,0 +1,57 @@
+"""The tools beside a run, as a run asks for them. Each is imported when it is used."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stabletrain.config.arguments import Arguments
+from stabletrain.extension import Command, NoExtension, NoForecast, NoPage, NoSweep
+
+
+class Extension(NoExtension):
+    """The tools beside a run."""
+
+    def page(self, folder: Path) -> NoPage:
+        """Returns what writes `report.html`."""
+        from stabletrain.beside.comparison.pages.at_end import PageAtEnd
+
+        return PageAtEnd(folder)
+
+    def forecast(self, horizon: int, action: str) -> NoForecast:
+        """Returns a forecast."""
+        from stabletrain.beside.forecast.forecast import Forecast
+
+        return Forecast(horizon, action)
+
+    def heal(
+        self,
+        cfg: Any,
+        folder: Path,
+        train: Callable[[Any, Callable[[Any], None]], float | None],
+        tell: Callable[[str], None],
+        *,
+        live: bool,
+        listening: bool,
+    ) -> float | None:
+        """Trains a run, and heals it where the guard halts it."""
+        from stabletrain.beside.whatif.healing import Healer
+
+        return Healer(folder, train, tell, live=live, listening=listening).run(cfg)
+
+    def start_sweep(self, typed: Arguments, config_dir: Path) -> tuple[NoSweep, Arguments]:
+        """Records the sweep that a command line asks for, if any."""
+        from stabletrain.beside.sweep.started import start_sweep
+
+        return start_sweep(typed, config_dir)
+
+    def run_of_sweep(self, cfg: Any) -> float:
+        """Trains one run of a sweep, or reads its result if it is over."""
+        from stabletrain.beside.sweep.job import run_of_sweep
+
+        return run_of_sweep(cfg)
+
+    def commands(self) -> Mapping[str, Command]:
+        """Returns the commands of `commands.py`."""
+        from stabletrain.beside.commands import COMMANDS
+
+        return COMMANDS

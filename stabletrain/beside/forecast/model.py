@@ -1,0 +1,69 @@
+"""The probability that a run breaks or ends worse: a logistic model of a few numbers, which can be printed.
+
+    p = 1 / (1 + exp(-(bias + sum_i weight_i feature_i))),      weight_i >= 0
+
+The features do not name a signal, so that a kind of trouble that the model was not fitted on counts as well. Every
+feature grows with every level. `python -m tests.reliability.foresight fit` writes `model.json`, with a hash of its
+data.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = Path(__file__).with_name("model.json")
+
+FEATURES = ("highest_level", "second_level", "third_level", "highest_ahead", "second_ahead", "loss_level")
+"""Levels of the signals now; levels at the end of the horizon, if trends go on; the level of the loss."""
+
+
+def features(levels: Mapping[str, float], ahead: Mapping[str, float]) -> np.ndarray:
+    """Returns the features `[6]`.
+
+    Args:
+        levels: the level of each signal now, the highest of its places.
+        ahead: the same at the end of the horizon.
+    """
+    now = sorted((level for name, level in levels.items() if name != "loss"), reverse=True) + [0.0] * 3
+    later = sorted((level for name, level in ahead.items() if name != "loss"), reverse=True) + [0.0] * 2
+    return np.array([*now[:3], *later[:2], levels.get("loss", 0.0)])
+
+
+@dataclass(frozen=True)
+class Model:
+    """A fitted model.
+
+    Attributes:
+        bias, weights: of the features, `[6]`; weights are not negative.
+        healthy: the value of each signal up to which runs without trouble go.
+        alarm: probability from which there is an alarm.
+        earliest, latest: factors of the steps until a stated crossing: four of five crossings lie between them.
+        data: hash of the recordings that it was fitted on.
+    """
+
+    bias: float
+    weights: tuple[float, ...]
+    healthy: Mapping[str, float]
+    alarm: float
+    earliest: float
+    latest: float
+    data: str
+
+    def probability(self, values: np.ndarray) -> float:
+        """Returns the probability for features `[6]`."""
+        score = self.bias + float(np.dot(self.weights, values))
+        return 1 / (1 + math.exp(-score)) if score > -700 else 0.0
+
+
+@cache
+def fitted() -> Model:
+    """Returns the model that comes with the package."""
+    read: dict[str, Any] = json.loads(FILE.read_text())
+    read["weights"] = tuple(read["weights"])
+    return Model(**read)

@@ -1,0 +1,168 @@
+"""The signals' values over the last looks, and their trends.
+
+Each look adds one value to the series of every signal and place. A trend is fitted over the looks since the last change
+of regime (the end of a warmup, the begin of a decay), so nothing is extrapolated across one. It is extended as far
+ahead as its looks reach back, and no further than the horizon.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stabletrain.beside.forecast.signals import BY_NAME, LOSS, SIGNALS
+from stabletrain.beside.forecast.trend import LEAST, LOOKS, trends
+
+SPREAD = 3
+"""Looks whose median is the level of a signal: a single odd look is no trouble."""
+
+SETTLED = 2
+"""The first step whose look belongs to a trend: the look at step 1 shows the initial weights."""
+
+
+Key = tuple[str, str]
+"""Name of a signal, and a place in the model."""
+
+
+@dataclass(frozen=True)
+class Heights:
+    """Heights of all signals at one look; see `signals.py`.
+
+    Attributes:
+        now: by signal and place, the median of the last looks.
+        later: as far ahead as the trend is extended; only for series with a trend.
+        crossings: step at which the threshold is reached; only for series that rise to it as far as they are extended.
+        slopes: change of the height a step, where there is a trend; 0 if its sign is not certain.
+    """
+
+    now: Mapping[Key, float]
+    later: Mapping[Key, float]
+    crossings: Mapping[Key, float]
+    slopes: Mapping[Key, float]
+
+
+@dataclass
+class Series:
+    """The series of a run.
+
+    Attributes:
+        horizon: steps ahead to which trends are extended.
+    """
+
+    horizon: int
+    _series: dict[str, list[list[float]]] = field(init=False, default_factory=dict)
+    _rates: list[float] = field(init=False, default_factory=list)
+    _since: int = field(init=False, default=0)
+    _losses: list[float] = field(init=False, default_factory=list)
+    _sum: float = field(init=False, default=0.0)
+    _count: int = field(init=False, default=0)
+
+    def add_loss(self, loss: float) -> None:
+        """Adds the loss of an applied step, in nats; the mean since the last look is what counts."""
+        self._sum, self._count = self._sum + loss, self._count + 1
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> Heights:
+        """Adds a look, and returns the signals' heights.
+
+        Args:
+            step: of the look.
+            metrics: of the look: `monitors/...`, `grad/norm`, `lr`, `precision/loss_scale`.
+        """
+        self._note_regime(step, metrics.get("lr", math.nan))
+        seen = {**metrics, **self._loss_rise()}
+        # The loss is scaled in fp16: only then loss scale and headroom are signals.
+        scaled = metrics.get("precision/loss_scale", 1.0) != 1.0 or "loss_scale|" in self._series
+        for signal in SIGNALS:
+            if signal.name in ("loss_scale", "headroom") and not scaled:
+                continue
+            for place, value in signal.values(seen).items():
+                if signal.name == "grad_norm" and scaled and not math.isfinite(value):
+                    continue  # a routine overflow
+                series = self._series.setdefault(f"{signal.name}|{place}", [])
+                series.append([step, signal.height(value)])
+                del series[:-LOOKS]
+        # A signal that only some looks measure keeps its last level in between.
+        recent = {key: points for key, points in self._series.items() if points[-1][0] > step - self.horizon}
+        now: dict[Key, float] = {}
+        for key, points in recent.items():
+            name, _, place = key.partition("|")
+            now[name, place] = float(np.median([height for _, height in points[-SPREAD:]]))
+        return Heights(now, *self._trends(now, step))
+
+    def _note_regime(self, step: int, rate: float) -> None:
+        """Notes when the learning rate begins to rise, stay or fall."""
+        if not 0 < rate < math.inf:
+            return
+        self._rates = [*self._rates, rate][-3:]
+        if len(self._rates) == 3:
+            before, after = (
+                int(np.sign(round(math.log(later) - math.log(earlier), 6)))
+                for earlier, later in zip(self._rates, self._rates[1:], strict=False)
+            )
+            if before != after:
+                self._since = step
+
+    def _loss_rise(self) -> dict[str, float]:
+        """Returns how far the mean loss since the last look is above the best, as a share of what was learnt."""
+        if not self._count:
+            return {}
+        mean = self._sum / self._count
+        self._sum, self._count = 0.0, 0
+        if not math.isfinite(mean):
+            return {LOSS: math.inf}
+        first, best = (self._losses[0], min(self._losses[1], mean)) if self._losses else (mean, mean)
+        self._losses = [first, best]
+        return {LOSS: (mean - best) / max(first - best, 1e-9) if first > best else 0.0}
+
+    def _trends(self, now: Mapping[Key, float], step: int) -> tuple[dict[Key, float], ...]:
+        """Returns heights ahead, steps of crossing, and slopes, of the series with enough looks for a trend."""
+        groups: dict[tuple[float, ...], list[Key]] = {}
+        for key in now:
+            points = self._in_regime(*key)
+            if len(points) >= LEAST and all(math.isfinite(height) for _, height in points):
+                groups.setdefault(tuple(each for each, _ in points), []).append(key)
+        later, crossings, slopes = {}, {}, {}
+        for steps, keys in groups.items():
+            heights = np.array([[height for _, height in self._in_regime(*key)] for key in keys])
+            looks = np.array(steps)
+            lines = trends(looks, heights), trends(looks, heights, self._origin(steps))
+            reach = min(float(self.horizon), step - steps[0])
+            ahead = [line.at(step + reach) for line in lines]
+            now_slopes = [line.slope_now() for line in lines]
+            for number, key in enumerate(keys):
+                which = int(lines[1].error[number] < lines[0].error[number])
+                line = lines[which]
+                slopes[key] = slope = float(now_slopes[which][number]) if line.low[number] > 0 else 0.0
+                later[key] = float(ahead[which][number]) if slope > 0 else float(line.value[number])
+                signal = BY_NAME[key[0]]
+                threshold = signal.height(signal.threshold)
+                if slope > 0 and line.at(step)[number] < threshold <= line.at(step + reach)[number]:
+                    crossings[key] = line.reach(number, threshold)
+        return later, crossings, slopes
+
+    def _origin(self, steps: Sequence[float]) -> float:
+        """Returns the step at which the present regime began, as far as the looks tell: before the first of `steps`."""
+        return min(0.0, steps[0] - 1.0) if self._since == 0 else self._since - (steps[1] - steps[0])
+
+    def _in_regime(self, name: str, place: str) -> list[list[float]]:
+        """Returns the points of a series since the last change of regime."""
+        return [point for point in self._series[f"{name}|{place}"] if point[0] >= max(self._since, SETTLED)]
+
+    def state_dict(self) -> dict:
+        """The values of the last looks."""
+        return {
+            "series": {name: [list(point) for point in points] for name, points in self._series.items()},
+            "rates": list(self._rates),
+            "since": self._since,
+            "losses": list(self._losses),
+            "sum": self._sum,
+            "count": self._count,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores them. A checkpoint of a run without a forecast has none."""
+        self._series = {name: [list(p) for p in points] for name, points in state.get("series", {}).items()}
+        self._rates, self._since = list(state.get("rates", [])), state.get("since", 0)
+        self._losses = list(state.get("losses", []))
+        self._sum, self._count = state.get("sum", 0.0), state.get("count", 0)

@@ -1,0 +1,146 @@
+"""`slurm/launch.sh`: reads the request, creates the run folders, and submits one job per GPU type."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from stabletrain.beside.slurm.request import Card, Request, check_checkout, read_cluster, read_request
+from stabletrain.beside.slurm.runs import Runs, environment_notes, expand
+from stabletrain.beside.slurm.script import Job, script
+from stabletrain.beside.sweep.plan import status_of
+from stabletrain.cli import hydra_patches
+from stabletrain.cli.finished import FINAL_STATUSES
+from stabletrain.config import trust
+from stabletrain.config.arguments import (
+    Arguments,
+    merged,
+    newest_of_same_command,
+    parse_arguments,
+    recorded_arguments,
+    sweep_arguments,
+)
+from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.machine.slurm import has_slurm, sbatch
+from stabletrain.printable import say
+from stabletrain.tracking.metrics import replace
+
+
+def main() -> int:
+    """Submits the jobs, or with `--dry-run` prints their scripts; returns the exit code, 2 for an invalid request."""
+    hydra_patches.raise_errors()
+    try:
+        check_checkout("submit with its slurm/launch.sh")
+        request = read_request(sys.argv[1:])
+        cards = [read_cluster(request.cluster, name) for name in request.cards]
+        jobs, runs = plan_jobs(request, cards)
+        scripts = [script(job, request) for job in jobs]
+        for note in [*environment_notes(cards), *runs.notes]:
+            say(note, file=sys.stderr)
+        if request.dry_run:
+            say("\n".join(scripts), end="")
+            return 0
+        if not has_slurm():
+            raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
+        for number, (job, text) in enumerate(zip(jobs, scripts, strict=True)):
+            submit(job, text, runs.record, submitted=number)
+    except (StabletrainError, OSError) as error:
+        say(f"slurm/launch.sh: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", 1)
+    say(f"runs     {runs.folder}")
+    if len(runs.overrides) * len(cards) > 1:
+        say(f"then     stabletrain compare {shlex.quote(str(runs.folder))}")
+    return 0
+
+
+def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
+    """Returns one job per GPU type, in the runs' folder, or in one subfolder per GPU type if there are several.
+
+    With `resume=auto`, leaves out the runs of a sweep that are done.
+
+    Raises:
+        ConfigError: a run's configuration is invalid, or its folder is taken.
+    """
+    arguments, folder = resumed_arguments(request)
+    same = folder is not None and request.arguments.value("resume") == "auto"
+    resumed = [] if folder is None else [folder / card.name for card in cards] if len(cards) > 1 else [folder]
+    processes = {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards}
+    runs = expand(arguments, processes, resumed)
+    if folder is not None:
+        runs = runs._replace(folder=folder)
+    options = [option for option in arguments.options if option != "-m"]
+    jobs = []
+    for card in cards:
+        where = runs.folder / card.name if len(cards) > 1 else runs.folder
+        tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in FINAL_STATUSES)]
+        jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
+    if not any(job.folders for job in jobs):
+        raise ConfigError(f"every run in {runs.folder} is done: there is nothing to continue")
+    jobs = [job for job in jobs if job.folders]
+    key = "hydra.sweep.dir" if arguments.sweeps else "hydra.run.dir"
+    for each in (each for job in jobs for each in job.folders):
+        if folder is None and ((each / "slurm.log").exists() or (each / "run.json").exists()):
+            raise ConfigError(f"{each} already holds a run: continue it with resume=auto, or choose another {key}")
+    return jobs, runs
+
+
+def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
+    """Returns the arguments without `resume`, and the folder to continue in; None if a new run starts.
+
+    `resume=auto` finds the newest folder of the same command. `resume=<folder>` takes the command recorded there and
+    appends what is typed now.
+
+    Raises:
+        ConfigError: the folder holds no run or sweep.
+    """
+    typed = request.arguments.without("resume")
+    resume = request.arguments.value("resume")
+    if resume in (None, "none"):
+        return typed, None
+    key = "hydra.sweep.dir" if typed.sweeps else "hydra.run.dir"
+    if resume == "auto":
+        part = request.cards[0] if len(request.cards) > 1 else "."  # one subfolder per GPU type
+        named = typed.value(key) or newest_of_same_command(typed, part)
+        found = Path(named) if named else None
+        if found is None:
+            say("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
+        return typed, found
+    folder, mark = Path(resume), "multirun.yaml" if typed.sweeps else "run.json"
+    places = [folder / card for card in request.cards] if len(request.cards) > 1 else [folder]
+    for place in places:
+        if not (place / mark).exists():
+            raise ConfigError(f"resume={resume}: there is no {place / mark}: use auto, or a folder that was begun")
+    first = (sweep_arguments(places[0]) if typed.sweeps else recorded_arguments(folder)) or Arguments([], [])
+    trust.check_arguments(*first, folder)
+    return merged(first, typed), folder
+
+
+def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) -> None:
+    """Creates the folders for Slurm's logs, saves the script beside them, and submits it.
+
+    Raises:
+        StabletrainError: sbatch refuses the job.
+    """
+    for folder in job.folders:
+        # Slurm does not create the folder of a log file.
+        folder.mkdir(parents=True, exist_ok=True)
+    if record is not None:
+        trust.remember_arguments([], parse_arguments([*record.hydra.overrides.task]).without("resume").overrides)
+        replace(job.folder / "multirun.yaml", OmegaConf.to_yaml(record))
+    file = job.folder / "slurm.sh"
+    replace(file, text)
+    try:
+        number = sbatch(file)
+    except StabletrainError as error:
+        before = f" ({submitted} of the sweep's jobs are submitted already)" if submitted else ""
+        raise StabletrainError(
+            f"sbatch refused the job on {job.card.name}: {error}{before}; its script is {file}"
+        ) from None
+    tasks = f", {len(job.tasks)} tasks" if job.tasks else ""
+    log = job.folder / "<n>" / "slurm.log" if job.tasks else job.folder / "slurm.log"
+    say(f"job      {number} on {job.card.name}{tasks}, log {log}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

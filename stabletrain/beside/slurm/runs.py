@@ -1,0 +1,181 @@
+"""Expands a command line into runs and checks each of them before anything queues.
+
+Hydra's own parser and sweeper expand a sweep, so the runs are those of `python train.py -m`. Each run is composed and
+checked as `train.py` does, so a mistake is reported in seconds instead of after hours in the queue.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
+
+from stabletrain.beside.slurm.request import Card
+from stabletrain.beside.sweep.plan import grid
+from stabletrain.config.arguments import Arguments, key_of
+from stabletrain.config.checks import check, check_ranks
+from stabletrain.config.jobs import explained, hydra
+from stabletrain.config.make import plain
+from stabletrain.config.resuming import check_resume, settings
+from stabletrain.errors import ConfigError
+from stabletrain.machine.torch_builds import DEFAULT_CAPABILITY, LEGACY_PACKAGES
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.program import conf_folder
+
+BEFORE_AMPERE = {"v100": (7, 0), "t4": (7, 5), "p100": (6, 0)}
+"""GPU types without bf16 and TF32, whose compute capability is below 8.0."""
+
+NEEDS_AMPERE = ("bf16", "bf16_params", "tf32", "fp8")
+"""Precisions that those GPUs do not support: fp8 computes everything but linear layers in bf16."""
+
+WITHOUT_FP8 = {"a100": (8, 0), "a30": (8, 0), "a10": (8, 6), "a40": (8, 6), "a6000": (8, 6)}
+"""GPU types with bf16 but without fp8, which `precision=fp8` emulates: compute capability below 8.9."""
+
+
+class Runs(NamedTuple):
+    """The runs to submit.
+
+    Attributes:
+        folder: the run folder, or the sweep's folder.
+        overrides: overrides of each run.
+        record: what Hydra writes to `multirun.yaml` for a sweep; None for a single run.
+        notes: lines to print before submitting.
+    """
+
+    folder: Path
+    overrides: list[list[str]]
+    record: DictConfig | None
+    notes: list[str]
+
+
+def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> Runs:
+    """Expands a command line into runs and checks that each composes and can run on the GPUs.
+
+    Args:
+        arguments: the arguments of `train.py`, without `resume`.
+        cards: processes per run, by GPU type.
+        resumed: the folders of the runs that are continued: the run folder, or the sweep's, for each GPU type.
+
+    Raises:
+        ConfigError: a run is invalid, or changes what a resume cannot; the message says what is wrong, and in a sweep,
+            with which run.
+    """
+    with explained(arguments, conf_folder()), hydra(arguments, conf_folder()) as name:
+        if not arguments.sweeps:
+            folder, notes = checked_run(name, arguments.overrides, cards, resumed)
+            return Runs(folder, [arguments.overrides], None, notes)
+        return sweep_runs(name, arguments, cards, resumed)
+
+
+def sweep_runs(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path]) -> Runs:
+    """Expands and checks the runs of a sweep."""
+    found = grid(name, arguments.overrides)
+    sweep, runs = found.cfg, found.runs
+    if runs is None:
+        raise ConfigError(
+            f"hydra/sweeper={found.sweeper} chooses each run from the results of earlier ones, but a job array needs "
+            "all of them at once: use Hydra's basic sweeper"
+        )
+    hydras = [override for override in arguments.overrides if key_of(override).startswith("hydra")]
+    if "hydra.sweep.subdir" in map(key_of, hydras):
+        raise ConfigError("hydra.sweep.subdir: the tasks of an array, and so their folders, are numbered: leave it out")
+    hydras = [override for override in hydras if not key_of(override).startswith("hydra.sweep")]
+    runs = [[*hydras, *run] for run in runs]
+    said: dict[str, None] = {}
+    for number, run in enumerate(runs):
+        try:
+            with explained(arguments, conf_folder()):
+                _, notes = checked_run(name, run, cards, [folder / str(number) for folder in resumed])
+        except ConfigError as error:
+            raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {error}") from error
+        said |= dict.fromkeys(notes)
+    return Runs(Path(sweep.hydra.sweep.dir), runs, sweep, list(said))
+
+
+def checked_run(
+    name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path]
+) -> tuple[Path, list[str]]:
+    """Composes one run's configuration, and applies the checks of `train.py`.
+
+    Args:
+        name: the configuration's name.
+        overrides: of the run.
+        cards: processes per run, by GPU type.
+        resumed: the folders in which it is continued; some may not hold a run yet.
+
+    Returns:
+        its folder, and lines of advice.
+
+    Raises:
+        ConfigError: the configuration is invalid, or unsupported on one of the GPU types.
+    """
+    cfg: Any = compose(name, [*overrides], return_hydra_config=True)
+    # `check` reads the group choices from the global HydraConfig.
+    HydraConfig.instance().set_config(cfg)
+    choices = cfg.hydra.runtime.choices
+    mine: Any = cfg.copy()
+    with open_dict(mine):
+        del mine["hydra"]
+    mine.resume = "auto" if resumed else mine.resume
+    for folder in resumed:
+        check_resume(mine.resume, settings(mine, choices), folder, unfinished=False)
+    check(mine)
+    precision, values = choices.get("precision"), plain(mine)
+    for card, processes in cards.items():
+        check_processes(values, choices.get("parallel"), card, processes)
+        if card in BEFORE_AMPERE and precision in NEEDS_AMPERE:
+            raise ConfigError(
+                f"precision={precision} on --gpu {card}, which has neither bf16 nor TF32: use stability=v100 for a GPT "
+                "(fp16, QK-norm, z-loss), precision=fp16, or precision=auto, which takes what each card has"
+            )
+    return Path(cfg.hydra.run.dir), advice(choices, values["model"].get("modality"), cards)
+
+
+def check_processes(values: Mapping[str, Any], kind: str, card: str, processes: int) -> None:
+    """Checks that the run can be split over this number of processes.
+
+    Raises:
+        ConfigError: it cannot; the message names the options that set the number of processes.
+    """
+    asked = f"--gpu {card} with {processes} process{'es' if processes > 1 else ''} (--nodes x --gpus-per-node)"
+    try:
+        check_ranks(values, Ranks(world_size=processes))
+    except ConfigError as error:
+        raise ConfigError(f"{asked}: {error}") from None
+    if processes == 1 and kind in ("ddp", "fsdp"):
+        raise ConfigError(
+            f"{asked}: parallel={kind} needs several processes: request more with --nodes or --gpus-per-node, or use "
+            "parallel=auto"
+        )
+
+
+def advice(choices: Mapping[str, str], modality: str, cards: Iterable[str]) -> list[str]:
+    """Returns lines to print before the run is queued."""
+    old = [card for card in cards if card in BEFORE_AMPERE]
+    fp16 = choices.get("precision") in ("auto", "fp16")
+    if old and modality == "tokens" and choices.get("stability") == "none" and fp16:
+        return [f"note     {', '.join(old)} trains in fp16: stability=v100 is the preset that keeps a GPT stable in it"]
+    if choices.get("precision") == "fp8":
+        return [
+            f"note     {card} has no fp8 (compute capability {WITHOUT_FP8[card][0]}.{WITHOUT_FP8[card][1]}): it is "
+            "emulated, slower than precision=bf16"
+            for card in cards
+            if card in WITHOUT_FP8
+        ]
+    return []
+
+
+def environment_notes(cards: Iterable[Card]) -> list[str]:
+    """Returns which GPU types need another build of PyTorch, if cluster.conf sets no environment for them."""
+    found = []
+    for card in cards:
+        major, minor = BEFORE_AMPERE.get(card.name, DEFAULT_CAPABILITY)
+        if (major, minor) < DEFAULT_CAPABILITY and not card.own_environment:
+            found.append(
+                f"note     {card.name} has compute capability {major}.{minor}, which PyTorch's default builds no "
+                f"longer support: make an environment with pip install {LEGACY_PACKAGES}, and activate it in the "
+                f"section [{card.name}] of cluster.conf"
+            )
+    return found

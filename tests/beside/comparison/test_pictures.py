@@ -1,0 +1,170 @@
+"""Pictures of runs: which points are drawn, at what values, and that the same runs give the same bytes."""
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib import pyplot
+
+from stabletrain.beside.comparison.pictures import (
+    MOST,
+    SMOOTHING,
+    applied_and_skipped_losses,
+    best_and_worst,
+    draw,
+    draw_losses,
+    smooth,
+)
+from stabletrain.beside.comparison.reading.runs import read_run, read_runs
+from stabletrain.beside.comparison.sensitivity import arms
+from stabletrain.errors import ConfigError
+from tests.beside.comparison.made_pages import made
+from tests.beside.comparison.written import AT_INIT, write
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Collects every figure that is drawn, and closes it after the test."""
+    drawn, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    yield drawn
+    for figure in drawn:
+        close(figure)
+
+
+def lines_of(axis):
+    """Returns the name, marker, x values and y values of each line of an axis."""
+    return [(line.get_label(), line.get_marker(), [*line.get_xdata()], [*line.get_ydata()]) for line in axis.lines]
+
+
+def test_the_sensitivity_picture_shows_means_bands_and_a_cross_for_a_diverged_run(tmp_path, figures):
+    losses = {("none", 0): (2.0, 9.0), ("none", 1): (2.5, math.nan), ("full", 0): (1.5, 1.75), ("full", 1): (1.25, 1.5)}
+    for number, ((arm, seed), pair) in enumerate(losses.items()):
+        for rate, loss in zip((0.01, 0.1), pair, strict=True):
+            write(tmp_path / f"{number}-{rate}", [f"stability={arm}", f"optimizer.lr={rate}", f"seed={seed}"], loss)
+    draw(arms(read_runs([tmp_path])), tmp_path / "curves.svg")
+    (figure,) = figures
+    loss, logit = figure.axes
+    assert (loss.get_xscale(), logit.get_yscale(), loss.get_xlabel()) == ("log", "log", "peak learning rate")
+    curves = [line for line in lines_of(loss) if line[1] == "o"]
+    assert curves == [
+        ("stability=none", "o", [0.01, 0.1], [2.25, AT_INIT]),
+        ("stability=full", "o", [0.01, 0.1], [1.375, 1.625]),
+    ]
+    crosses = [(x, y) for _, marker, x, y in lines_of(loss) if marker == "x" and x]
+    assert crosses == [([0.1], [AT_INIT])], "of the two runs above their loss at init, only one diverged"
+    lowest, highest = (pick(loss.collections[1].get_paths()[0].vertices[:, 1]) for pick in (min, max))
+    assert (lowest, highest) == (1.25, 1.75)
+    assert [line[3] for line in lines_of(logit)[:1]] == [[3.0, 3.0]]
+
+
+def test_the_loss_picture_shows_means_without_skips_crosses_for_skips_and_rolled_back_losses(tmp_path, figures):
+    for seed, level in enumerate((1.0, 2.0)):
+        made(tmp_path / str(seed), f"seed={seed}", level=level, nan_at=20 if seed else None)
+    made(tmp_path / "2", "seed=2", rolled_back=(24, 30))
+    runs = read_runs([tmp_path])
+    draw_losses(runs, tmp_path / "losses.svg")
+    (axis,) = figures[0].axes
+    curves = {name: (x, y) for name, _, x, y in lines_of(axis) if name.startswith("seed=")}
+    assert {*curves} == {"seed=0", "seed=1", "seed=2"}
+    assert curves["seed=0"] == ([*range(1, 41)], smooth(runs[0].curve("train/loss", -1)[1]))
+    assert 20 not in curves["seed=1"][0]
+    assert [x for _, marker, x, _ in lines_of(axis) if marker == "x" and x] == [[20]]
+    faint = [line for line in axis.lines if line.get_alpha() == 0.5]
+    assert [[*line.get_xdata()] for line in faint] == [[*range(24, 31)]]
+
+
+def test_the_loss_picture_of_a_run_that_was_halted_early_shows_its_point_its_skips_and_its_halt(tmp_path, figures):
+    lines = [{"step": 1, "train/loss": 5.5, "guard/applied": 1}]
+    events = [{"event": "skip", "step": step, "tick": step, "loss": loss} for step, loss in [(3, 4.5), (4, "NaN")]]
+    folder = write(tmp_path / "run", lines=lines, events=events, status="halted", final={"steps": 4})
+    draw_losses([read_run(folder)], tmp_path / "losses.svg")
+    (axis,) = figures[0].axes
+    assert [(marker, x, y) for _, marker, x, y in lines_of(axis) if x] == [
+        ("o", [1], [5.5]),
+        ("x", [3], [4.5]),
+        ("x", [4], [0.97]),  # of the axis: its loss is not finite
+        ("None", [4, 4], [0, 1]),
+    ]
+
+
+def test_the_loss_picture_marks_forecasts_on_the_curve(tmp_path, figures):
+    lines = [{"step": step, "train/loss": 4.0, "guard/applied": 1} for step in range(1, 21)]
+    events = [{"event": "forecast", "step": step, "signal": "log_z", "text": "soon"} for step in (5, 15)]
+    draw_losses([read_run(write(tmp_path / "run", lines=lines, events=events))], tmp_path / "losses.svg")
+    (axis,) = figures[0].axes
+    assert [(x, y) for _, marker, x, y in lines_of(axis) if marker == "v"] == [([5, 15], [4.0, 4.0])]
+
+
+def test_the_loss_picture_has_a_dash_dotted_line_where_a_run_halted_and_went_on(tmp_path, figures):
+    lines = [{"step": step, "train/loss": 4.0, "guard/applied": 1} for step in range(1, 21)]
+    events = [
+        {"event": kind, "step": 9 + n, "tick": 9 + n, "arm": "clip"} for n, kind in enumerate(["heal", "unhealed"])
+    ]
+    draw_losses([read_run(write(tmp_path / "run", lines=lines, events=events))], tmp_path / "losses.svg")
+    (axis,) = figures[0].axes
+    assert [[*line.get_xdata()] for line in axis.lines if line.get_linestyle() == "-."] == [[9, 9]]
+
+
+def test_runs_with_the_same_settings_are_told_apart_by_their_folders(tmp_path, figures):
+    for name, seed in (("a/0", 0), ("b/0", 0), ("b/1", 1)):
+        made(tmp_path / name, f"seed={seed}")
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
+    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert labels == ["seed=0 (a/0)", "seed=0 (b/0)", "seed=1"]
+    made(tmp_path / "c" / "2", f"data.path={'long/' * 20}")
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
+    labels = [text.get_text() for text in figures[1].axes[0].get_legend().get_texts()]
+    assert labels == ["a/0", "b/0", "b/1", "c/2"], "longer names would hide the picture"
+
+
+def test_the_same_runs_give_the_same_bytes(tmp_path):
+    runs = [read_run(made(tmp_path / "run"))]
+    for name in ("a.svg", "b.svg"):
+        draw_losses(runs, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.svg", b"<?xml")])
+def test_the_file_extension_sets_the_format(tmp_path, name, begins):
+    draw_losses([read_run(made(tmp_path / "run"))], tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a.jpg", r"use \.svg, \.png, \.pdf"),
+        ("no/a.svg", r"no/a\.svg: the folder .*no does not exist: create it first"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_rejected(tmp_path, name, why):
+    for what in (draw, draw_losses):
+        with pytest.raises(ConfigError, match=why):
+            what([], tmp_path / name)
+
+
+def test_the_running_mean_weights_the_past_exponentially_and_keeps_a_constant():
+    values = np.random.default_rng(0).normal(size=30)
+    weights = SMOOTHING ** np.arange(30)[::-1]
+    expected = [np.average(values[: n + 1], weights=weights[29 - n :]) for n in range(30)]
+    np.testing.assert_allclose(smooth(values), expected)
+    np.testing.assert_allclose(smooth([3.0] * 50), 3.0)
+    assert smooth([]) == []
+
+
+def test_of_many_runs_the_lowest_and_highest_losses_are_drawn_in_the_original_order(tmp_path):
+    losses = [5.0, 1.0, 4.0, math.nan, 2.0, 3.0]
+    lines = [[{"step": 1, "train/loss": "NaN" if math.isnan(loss) else loss}] for loss in losses]
+    runs = [read_run(write(tmp_path / str(number), lines=each)) for number, each in enumerate(lines)]
+    assert [run.name for run in best_and_worst(runs, 4)] == ["0", "1", "3", "4"]
+    assert best_and_worst(runs, MOST) == runs
+
+
+def test_applied_and_skipped_steps_are_separated(tmp_path):
+    run = read_run(made(tmp_path / "run", nan_at=20))
+    (steps, losses), (skipped, lost) = applied_and_skipped_losses(run)
+    assert sorted([*steps, *skipped]) == [*range(1, 41)]
+    assert skipped.tolist() == [20]
+    assert np.isfinite(losses).all()
+    assert np.isnan(lost).all()

@@ -1,0 +1,206 @@
+"""Jobs on a real two-node Slurm: a requeued job ends bit-identical to an uninterrupted one; other jobs end for good."""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+
+import pytest
+from safetensors import safe_open
+
+from stabletrain.beside.comparison import frame
+from stabletrain.tracking.metrics import read_jsonl
+from tests.beside.slurm.stand_ins import stand_in
+from tests.runs import TINY_GPT, command
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
+
+SAME = ["run", "status", "steps", "val_loss", "best_val_loss", "skips", "settings.optimizer.lr"]
+"""Columns of a comparison that are equal for two runs of the same sweep."""
+
+LONG = [*TINY_GPT, "steps=500", "checkpoint.every=50", "log_every=5", "eval_every=500"]
+"""A run with about ten seconds of steps."""
+
+ENDLESS = [*TINY_GPT, "steps=1000000", "warmup.steps=10", "eval_every=1000000", "log_every=5"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of LONG, trained without interruption."""
+    place = tmp_path_factory.mktemp("whole")
+    done = command(*LONG, "hydra.run.dir=run", cwd=place)
+    assert done.returncode == 0, done.stderr
+    return weights(place / "run")
+
+
+def weights(folder):
+    """Returns the newest checkpoint's name and a hash of each weight; for a sharded run, of each rank's shard."""
+    newest, hashes = max((folder / "checkpoints").glob("step-*")), {}
+    for file in [*newest.glob("model.safetensors"), *newest.glob("model/*.safetensors")]:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                bits = opened.get_tensor(name).numpy().tobytes()
+                hashes[f"{file.name} {name}"] = hashlib.sha256(bits).hexdigest()
+    assert hashes
+    return newest.name, hashes
+
+
+def record(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+def log(folder):
+    return (folder / "slurm.log").read_text()
+
+
+def step(folder):
+    """Returns the last step in a run's metrics."""
+    file = folder / "metrics.jsonl"
+    return max((line["step"] for line in read_jsonl(file)), default=0) if file.exists() else 0
+
+
+def again(cluster, job):
+    """Waits until a job is requeued."""
+    cluster.wait(lambda: cluster.state(job) == "PENDING", 60)
+
+
+def test_a_job_that_queues_again_ends_as_if_it_had_run_through(cluster, whole, tmp_path):
+    run = tmp_path / "run, with a [name] of 100%"
+    job = cluster.launch(*LONG, f"hydra.run.dir='{run.name}'", cwd=tmp_path)
+    cluster.wait(lambda: step(run) > 100, 90)
+    cluster.run("scancel", "--batch", "--signal=USR2", job)  # what --signal=B:USR2@... does
+    again(cluster, job)
+    assert "told to stop" in log(run)
+    assert "saved; queued again (1 of at most 100 times)" in log(run)
+    assert record(run)["status"] == "preempted"
+    stopped = step(run)
+
+    def further():
+        cluster.hurry(job)
+        return step(run) > stopped + 50
+
+    cluster.wait(further, 90)
+    cluster.run("scontrol", "requeue", job)  # what pre-emption does, with KillWait seconds to save
+    assert cluster.ended(job) == "COMPLETED"
+    assert weights(run) == whole
+    assert [f"start {number} on" in log(run) for number in (1, 2, 3, 4)] == [True, True, True, False]
+    assert record(run)["status"] == "finished"
+    assert len(record(run)["resumed"]) == 2
+
+
+def test_a_killed_rank_queues_again_from_its_last_checkpoint(cluster, whole, tmp_path):
+    run = tmp_path / "run"
+    job = cluster.launch(*LONG, "hydra.run.dir=run", cwd=tmp_path)
+    cluster.wait(lambda: step(run) > 100, 90)
+    os.kill(record(run)["pid"], signal.SIGKILL)
+    again(cluster, job)
+    assert "killed (code 137) after step-" in log(run)
+    assert cluster.ended(job) == "COMPLETED"
+    assert weights(run) == whole
+
+
+def test_a_rank_killed_before_anything_was_saved_does_not_queue_for_ever(cluster, tmp_path):
+    run = tmp_path / "run"
+    job = cluster.launch(*ENDLESS, "checkpoint.every=900000", "guard=off", "hydra.run.dir=run", cwd=tmp_path)
+    cluster.wait(lambda: step(run) > 5, 90)
+    assert not list((run / "checkpoints").glob("step-*"))
+    os.kill(record(run)["pid"], signal.SIGKILL)
+    assert cluster.ended(job) == "FAILED"
+    assert "code 137" in log(run)
+    assert "queued again" not in log(run)
+
+
+def test_a_job_whose_node_fails_goes_on_elsewhere(cluster, whole, tmp_path):
+    run = tmp_path / "run"
+    job = cluster.launch(*LONG, "hydra.run.dir=run", cwd=tmp_path)
+    cluster.wait(lambda: step(run) > 100, 90)
+    node = cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
+    try:
+        cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+        assert cluster.ended(job) == "COMPLETED"
+    finally:
+        cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert weights(run) == whole
+    other = {"n1": "n2", "n2": "n1"}[node]
+    assert f"start 1 on {node}" in log(run)
+    assert f"start 2 on {other}" in log(run)
+
+
+def test_before_its_time_is_up_a_job_saves_and_keeps_to_max_requeues(cluster, tmp_path):
+    run = tmp_path / "run"
+    job = cluster.launch("--time", "2", "--max-requeues", "0", *ENDLESS, "hydra.run.dir=run", cwd=tmp_path)
+    assert cluster.ended(job) == "FAILED"
+    assert "told to stop" in log(run)
+    assert "saved; not queued again, this was start 1 and --max-requeues is 0" in log(run)
+    assert record(run)["status"] == "preempted"
+    assert record(run)["reason"].startswith("SIGUSR2")
+    assert weights(run)
+
+
+def test_a_cancelled_job_is_over_and_its_state_saved(cluster, tmp_path):
+    run = tmp_path / "run"
+    job = cluster.launch(*ENDLESS, "hydra.run.dir=run", cwd=tmp_path)
+    cluster.wait(lambda: step(run) > 5, 90)
+    cluster.run("scancel", job)
+    cluster.wait(lambda: "ended by Slurm" in log(run), 30)
+    assert cluster.ended(job) == "CANCELLED"
+    assert "queued again" not in log(run)
+    assert record(run)["status"] == "preempted"
+    assert weights(run)
+
+
+def test_a_sweep_is_an_array_in_the_folder_that_python_would_have_made(cluster, tmp_path):
+    (tmp_path / "[a], 'b' \"c\" $HOME {d} #e.txt").write_text("some text to train on. " * 100)
+    path = "data.path='[a], \\'b\\' \"c\" $HOME {d} #e.txt'"
+    sweep = [*TINY_GPT, "-m", "data=text", path, "optimizer.lr=1e-3,1e-2", "steps=4"]
+    here = command(*sweep, "hydra.sweep.dir=here", cwd=tmp_path)
+    assert here.returncode == 0, here.stderr
+    job = cluster.launch("--parallel-jobs", "2", *sweep, "hydra.sweep.dir=there", cwd=tmp_path)
+    assert cluster.ended(job) == "COMPLETED"
+    assert sorted(file.parent.name for file in (tmp_path / "there").glob("*/run.json")) == ["0", "1"]
+    for number in range(2):
+        mine, wanted = (record(tmp_path / place / str(number)) for place in ("there", "here"))
+        assert [o for o in mine["overrides"] if not o.startswith("resume=")] == wanted["overrides"]
+        assert weights(tmp_path / "there" / str(number)) == weights(tmp_path / "here" / str(number))
+    assert "multirun.yaml" in os.listdir(tmp_path / "there")
+    compared = [frame(tmp_path / place)[SAME].to_dict("list") for place in ("here", "there")]
+    assert compared[0] == compared[1]
+    assert compared[0]["settings.optimizer.lr"] == [1e-3, 1e-2]
+
+
+OLD_CARD = """\
+[[ $1 != *train.py ]] || [[ $SLURMD_NODENAME != $(cat {bad} 2>/dev/null || tee {bad} <<<$SLURMD_NODENAME) ]] || {{
+  echo "stabletrain: the card of $SLURMD_NODENAME is too old" >&2
+  exit 4
+}}
+exec {python} "$@"
+"""
+"""Stands for Python on a cluster where one node, the first that is asked, has a card that no run can use."""
+
+
+@pytest.mark.parametrize("sweep", [[], ["--parallel-jobs", "1", "-m", "seed=0,1"]], ids=["one", "array"])
+def test_a_node_with_another_card_is_left_and_avoided(cluster, tmp_path, sweep):
+    bad, conf = tmp_path / "bad", tmp_path / "cluster.conf"
+    stand_in(tmp_path, "python", OLD_CARD.format(bad=bad, python=sys.executable))
+    conf.write_text((cluster.place / "cluster.conf").read_text().replace("[any]", f"python = {tmp_path}/python\n[any]"))
+    chosen = [*sweep, *TINY_GPT, "steps=2", "hydra.run.dir=run", "hydra.sweep.dir=run"]
+    job = cluster.launch("--cluster", str(conf), *chosen, cwd=tmp_path)
+    assert cluster.ended(job, 240) == "COMPLETED"
+    first = tmp_path / "run" / ("0" if sweep else "")
+    old = bad.read_text().strip()
+    assert f"the card of {old} cannot do what the run needs, as the message above says; it avoids {old} from" in log(
+        first
+    )
+    assert f"start 2 on {({'n1': 'n2', 'n2': 'n1'})[old]}" in log(first)
+    assert "start 3" not in log(first)
+    assert f"ExcNodeList={old} " in cluster.run("scontrol", "show", "job", "--oneliner", f"{job}_0" if sweep else job)
+    assert record(first)["status"] == "finished"
+
+
+def test_what_only_the_node_can_refuse_ends_the_job_with_code_2(cluster, tmp_path):
+    job = cluster.launch(*TINY_GPT, "device=cuda:17", "hydra.run.dir=run", cwd=tmp_path)
+    assert cluster.ended(job) == "FAILED"
+    assert "ExitCode=2:0" in cluster.run("scontrol", "show", "job", job)
+    assert "device=cuda:17: this machine has" in log(tmp_path / "run")
+    assert "queued again" not in log(tmp_path / "run")

@@ -1,0 +1,34 @@
+"""Healing on two ranks: it goes on as the arm that won, and a killed rank changes nothing."""
+
+import signal
+
+import pytest
+
+from tests.beside.whatif.test_healing import HALTS, events
+from tests.beside.whatif.test_interrupted import end
+from tests.parallel.launches import finish, start, trained
+from tests.runs import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+RUN = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=250", "hydra.run.dir=run"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_heal_and_a_killed_one_changes_nothing(tmp_path, kind):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for place in (whole, cut):
+        place.mkdir()
+    done = trained(2, *RUN, f"parallel={kind}", cwd=whole)
+    assert done.returncode == 0, done.stderr
+    (heal,) = events(whole / "run", "heal")
+    assert len(heal["arms"]) >= 2
+    assert heal["arm"] in heal["arms"]
+    words = ["-m", "tests.beside.whatif.interrupted", "SIGKILL", "arm:100", "1", *RUN, f"parallel={kind}"]
+    killed = finish(start(2, *words, cwd=cut))
+    assert killed.returncode != 0
+    assert f"interrupted before arm 100, {signal.SIGKILL.name}" in killed.stdout
+    assert not events(cut / "run", "heal")
+    done = finish(start(2, str(ROOT / "train.py"), *RUN, f"parallel={kind}", "resume=auto", cwd=cut))
+    assert done.returncode == 0, done.stderr
+    assert end(cut / "run") == end(whole / "run")

@@ -1,0 +1,67 @@
+"""A healing run that is interrupted anywhere and resumed ends as one that was not: bits, metrics, and steps spent."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from stabletrain.tracking.metrics import read_jsonl
+from tests.beside.whatif import interrupted
+from tests.beside.whatif.test_healing import HALTS
+from tests.reliability.ends import everything, metrics
+from tests.runs import ROOT, command, python
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+RUN = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=600", "hydra.run.dir=run"]
+
+
+def end(folder):
+    """The last checkpoint without times, the metrics, and how the run was healed."""
+    found = everything(max((folder / "checkpoints").glob("step-*")))
+    del found["state"]["training"]["parts"]["history"]["lost_seconds"]
+    lines = [line for line in read_jsonl(folder / "events.jsonl") if line["event"] in ("heal", "unhealed")]
+    return (
+        found,
+        metrics(folder),
+        [{key: line[key] for key in ("arm", "arms", "steps", "to", "tick")} for line in lines],
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    place = tmp_path_factory.mktemp("whole")
+    done = command(*RUN, cwd=place)
+    assert done.returncode == 0, done.stderr
+    return end(place / "run")
+
+
+MOMENTS = [("SIGKILL", "arm:30"), ("SIGTERM", "arm:30"), ("SIGKILL", "second:10"), ("SIGKILL", "install:1")]
+MOMENTS += [("SIGKILL", "heal:1"), ("SIGKILL", "stop:2"), ("SIGTERM", "cost:3")]  # the last one: between two arms
+
+
+@pytest.mark.parametrize(("sent", "moment"), MOMENTS)
+def test_a_healing_run_that_is_interrupted_comes_to_the_same_end(whole, tmp_path, sent, moment):
+    words = ["-m", interrupted.__name__, sent, moment, "all", *RUN]
+    cut = python(*words, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert cut.returncode == (75 if sent == "SIGTERM" else -signal.SIGKILL), cut.stderr
+    status = json.loads((tmp_path / "run" / "run.json").read_text())["status"]
+    assert sent == "SIGKILL" or status == "preempted"
+    if sent == "SIGTERM":  # it stops at once, and not when all arms are over
+        assert not [*tmp_path.glob("run/whatif/*/healing.json")]
+    done = command(*RUN, "resume=auto", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert end(tmp_path / "run") == whole
+
+
+def test_another_setting_that_is_typed_after_a_halt_takes_the_place_of_the_fixes(tmp_path):
+    words = ["-m", interrupted.__name__, "SIGKILL", "halt:1", "all", *RUN]
+    cut = python(*words, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert cut.returncode == -signal.SIGKILL, cut.stderr
+    done = command(*RUN, "resume=auto", "optimizer.lr=0.003", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    kinds = {line["event"]: line for line in read_jsonl(tmp_path / "run" / "events.jsonl")}
+    assert kinds["unhealed"]["why"] == "resumed with other settings"
+    assert "heal" not in kinds
+    assert not (tmp_path / "run" / "whatif").exists()

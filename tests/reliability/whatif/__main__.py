@@ -1,0 +1,37 @@
+"""`python -m tests.reliability.whatif [record|clean|score]`: see docs/whatif.md.
+
+record --processes 2      runs the cases that have no recording yet, in their order; may be stopped and started again
+clean --processes 2       the same for ordinary runs
+score                     prints the tables of docs/whatif.md (default)
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.reliability.whatif.cases import all_cases, clean_cases
+from tests.reliability.whatif.runs import read, run_all
+
+RECORDINGS = Path(__file__).parent / "recordings"
+CASES, CLEAN = RECORDINGS / "cases.jsonl", RECORDINGS / "clean.jsonl"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability.whatif", description=__doc__)
+    parser.add_argument("command", nargs="?", default="score", choices=["record", "clean", "score"])
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=1e9, help="no further case is begun after this time")
+    given = parser.parse_args(arguments)
+    if given.command == "score":
+        from tests.reliability.whatif.score import results
+
+        print(results(read(CASES), read(CLEAN)))
+        return 0
+    clean = given.command == "clean"
+    cases, file = (clean_cases(), CLEAN) if clean else (all_cases(), CASES)
+    return run_all(cases, file, given.processes, given.minutes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
