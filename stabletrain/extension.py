@@ -114,6 +114,13 @@ class NoForecast:
     def keep(self, step: int) -> None:
         """Notes that the state after `step` steps is kept. Does nothing."""
 
+    def cumulative_state(self) -> dict:
+        """Returns what a rollback does not undo: nothing."""
+        return {}
+
+    def load_cumulative_state(self, state: dict) -> None:
+        """Restores it. Does nothing."""
+
     def state_dict(self) -> dict:
         """Returns what later looks depend on, for a checkpoint: nothing."""
         return {}

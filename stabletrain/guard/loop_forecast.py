@@ -99,6 +99,14 @@ class LoopForecast(NoLoopForecast):
         self._measured = {}
         return [for_any_loop(each) for each in found]
 
+    def cumulative_state(self) -> dict:
+        """What a rollback does not undo: what was said."""
+        return self._forecast.cumulative_state()
+
+    def load_cumulative_state(self, state: dict) -> None:
+        """Restores it."""
+        self._forecast.load_cumulative_state(state)
+
     def state_dict(self) -> dict:
         """The series of the last looks, what was said, and the number of applied steps."""
         return {**self._forecast.state_dict(), "applied": self._applied}

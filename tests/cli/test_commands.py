@@ -14,6 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from stabletrain.beside import commands as beside
 from stabletrain.cli import commands
 from stabletrain.cli.commands import main
 from stabletrain.errors import ConfigError, StabletrainError, TrainingHalted
@@ -39,7 +40,7 @@ def trained(monkeypatch):
 
 
 def test_help_lists_exactly_the_documented_commands(capsys):
-    documented = re.findall(r"^stabletrain (\S+)", commands.__doc__, re.MULTILINE)
+    documented = re.findall(r"^stabletrain (\S+)", f"{commands.__doc__}{beside.__doc__}", re.MULTILINE)
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0

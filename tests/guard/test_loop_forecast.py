@@ -222,7 +222,7 @@ def test_a_rollback_restores_the_series_and_not_what_was_said(tmp_path):
     loop.run(batches(4))
     then = copy.deepcopy(forecast.state_dict())
     loop.run(batches(2, seed=5))
-    forecast._said = {"grad_norm": [6, 1.0, 2.0]}
+    forecast._forecast._said = {"grad_norm": [6, 1.0, 2.0]}
     assert forecast.state_dict()["series"] != then["series"]
     bad = spoilt(batches(1)[0])
     while not loop.guard._loop.policy.rollbacks:
