@@ -1,9 +1,11 @@
-"""Writes the tables of `config/rules.py` and `config/resuming.py` into their pages: `python docs/tables.py`.
+"""Writes the tables of the package into their pages: `python docs/tables.py`. `tests/test_docs.py` compares them.
 
-`tests/test_docs.py` compares them.
+They are those of `config/rules.py`, of `config/resuming.py`, and of `tests/refusals/refused.txt`: every refused command
+with its message.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +72,24 @@ def line(change: str, row: Row) -> str:
     return f"| {change} | {row.kind} | {as_code(f'{row.text}; {row.fix}' if row.fix else row.text)} |"
 
 
+def commands() -> Iterator[str]:
+    """Yields the lines of the table of refused commands: each with its message, in sections."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests.refusals.table import read
+
+    section = ""
+    for row in read():
+        if row.section != section:
+            yield from ([] if not section else ["```", ""])
+            yield from (f"### {row.section}", "", "```text")
+            section = row.section
+        yield from (f"$ stabletrain {row.command}", row.message)
+    yield "```"
+
+
+COMMANDS = "## Every refused command\n"
+"""The heading of the last part of `refused.md`, which `commands` writes."""
+
 TABLES = {"refused.md": refused, "resume.md": resumes}
 """The page of each table."""
 
@@ -81,7 +101,15 @@ def with_table(text: str, lines: list[str]) -> str:
     return text.replace(old[0], "\n".join(lines) + "\n")
 
 
+def with_commands(text: str) -> str:
+    """Returns the page of refusals with its last part, the sections of the refused commands, replaced."""
+    before, heading, rest = text.partition(COMMANDS)
+    assert heading, "the page has no such part"
+    return before + heading + rest.partition("\n### ")[0] + "\n" + "\n".join(commands()) + "\n"
+
+
 if __name__ == "__main__":
     for page, table in TABLES.items():
         file = Path(__file__).with_name(page)
-        file.write_text(with_table(file.read_text(encoding="utf-8"), [*table()]), encoding="utf-8")
+        text = with_table(file.read_text(encoding="utf-8"), [*table()])
+        file.write_text(with_commands(text) if COMMANDS in text else text, encoding="utf-8")

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from docs.tables import TABLES, with_table
+from docs.tables import TABLES, with_commands, with_table
 from tests.runs import ROOT
 from tests.transcripts import PAGES, Transcript, difference, masked, run, transcripts, working_folder
 
@@ -81,6 +81,12 @@ def test_a_table_of_the_code_is_on_its_page(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert with_table(text, [*TABLES[page]()]) == text, "run: python docs/tables.py"
     assert with_table(text.replace("| `", "| `other ", 1), [*TABLES[page]()]) == text, "a row that differs is replaced"
+
+
+def test_the_page_of_refusals_has_every_refused_command():
+    text = (ROOT / "docs" / "refused.md").read_text()
+    assert with_commands(text) == text, "run: python docs/tables.py"
+    assert with_commands(text.replace("$ stabletrain train", "$ other", 1)) == text, "a row that differs is replaced"
 
 
 def test_the_readme_is_short_and_its_step_is_the_real_one():

@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = next(iter(typed), "")
     if not first.startswith("-") and first not in commands.choices:
         known = f"commands: {', '.join(commands.choices)}"
-        wrong = f"{first}: there is no such command{did_you_mean(first, commands.choices)}"
-        parser.error(printable(f"{wrong if first else 'a command is missing'}\n{known}"))
+        wrong = f"{first}: there is no such command{did_you_mean(first, commands.choices) or ';'}"
+        parser.error(printable(f"{wrong if first else 'a command is missing;'} {known}"))
     chosen, more = parser.parse_known_args(typed)
     if more and not (chosen.command == "whatif" and all("=" in word and word[0] != "-" for word in more)):
         parser.error(printable(f"unrecognized arguments: {' '.join(more)}"))

@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stabletrain.parallel.ranks import current_ranks, run_on_main
+from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.run_json import read_run_record
 
 
 class OwnFolder(Callback):
@@ -21,9 +23,11 @@ class OwnFolder(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Replaces a folder named by the time with one that no other run has."""
         with suppress(OmegaConfBaseException):  # Hydra reports what is wrong with the name
+            folder = Path(config.hydra.run.dir)
             if named_by_time(config.hydra.run):
-                folder = Path(config.hydra.run.dir)
                 config.hydra.run.dir = str(run_on_main(current_ranks(), lambda: create_unique(folder)))
+            elif holds_run(folder):  # a run is refused there, and must not overwrite the options of the earlier one
+                config.hydra.output_subdir = None
 
 
 def named_by_time(place: DictConfig) -> bool:
@@ -34,6 +38,14 @@ def named_by_time(place: DictConfig) -> bool:
     """
     written: Any = OmegaConf.to_container(place, resolve=False)
     return "${now:" in str(written["dir"])
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has begun in a folder: its record has an id, which that of a refused one has not."""
+    try:
+        return read_run_record(folder).get("id") is not None
+    except (OSError, DamagedFile):
+        return False
 
 
 def create_unique(folder: Path) -> Path:

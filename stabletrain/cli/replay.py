@@ -102,7 +102,7 @@ def overridden_config(
             OmegaConf.update(cfg.model, f"{part}.{rest}", value, merge=False)
     check_keys(dict(leaves(plain(cfg))), before)
     if plain(cfg) == plain(recorded):
-        raise ConfigError(f"{' '.join(overrides)} changes nothing: the run used the same values")
+        raise ConfigError(f"{' '.join(overrides)} changes nothing: the run used the same values; fix: another value")
     return cfg
 
 

@@ -50,7 +50,9 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
         available = sorted(options.get(group, []))
         hint = suggestion(option, available)
         yours = "" if hint or folders[1:] else "; for your own options add --config-dir <folder>"
-        return f"{group}={option}: there is no such option{hint}\noptions of {group}: {', '.join(available)}{yours}"
+        return (
+            f"{group}={option}: there is no such option{hint or ';'} options of {group}: {', '.join(available)}{yours}"
+        )
     for override in typed.overrides:
         if override.partition("=")[2] == "" and not override.startswith("~"):
             return f"{override}: a value is missing: write {key_of(override)}=<value>"
@@ -61,8 +63,8 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
         return f"{several}: these are several values: to sweep over them, add -m ({program_name()} -m ...)"
     lines = text.strip().splitlines() or [type(error).__name__]
     if "antlr4" in origin or "override_grammar" in text:
-        quoting = "quote values with special characters: \"data.path='a=b, c.txt'\""
-        return f"the command line cannot be read: {lines[0]}\n{quoting}"
+        quoting = "quote values with special characters, as in \"data.path='a=b, c.txt'\""
+        return f"the command line cannot be read: {lines[0]}; fix: {quoting}"
     return f"the command line cannot be read: {' '.join(lines[:2])}"
 
 

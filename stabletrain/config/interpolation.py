@@ -10,7 +10,7 @@ from stabletrain.config.arguments import job_overrides, key_of
 from stabletrain.config.composed import Composed
 from stabletrain.config.make import leaves
 from stabletrain.config.rules import REMOVED
-from stabletrain.errors import ConfigError, did_you_mean
+from stabletrain.errors import ConfigError, closest
 
 
 def check_resolves(cfg: DictConfig) -> None:
@@ -53,7 +53,7 @@ def explained(error: Exception, raw: dict[str, Any]) -> str:
     if isinstance(error, RecursionError) or "ecursion" in text:
         return "it refers to itself, directly or through other keys: write the value itself"
     if "Missing mandatory value" in text:
-        return "it has no value: ??? stands for a value that must be given"
+        return "??? stands for a value that must be given; fix: write the value itself"
     if isinstance(error, UnsupportedInterpolationType):
         name = text.rsplit(" ", 1)[-1]
         return f"there is no resolver {name}: use ${{key}}, ${{oc.env:NAME}} or ${{hydra:key}}, or the value itself"
@@ -63,5 +63,6 @@ def explained(error: Exception, raw: dict[str, Any]) -> str:
     if name.startswith("hydra."):
         return f"Hydra's own keys are not part of the configuration: write ${{hydra:{name.removeprefix('hydra.')}}}"
     if name:
-        return f"there is no key {name}{did_you_mean(name, raw, cutoff=0.75)}"
+        near = closest(name, raw, cutoff=0.75)
+        return f"there is no key {name}; fix: {f'${{{near}}}, or ' if near else ''}write the value itself"
     return f"it cannot be resolved ({text}): write the value itself"

@@ -146,7 +146,7 @@ REMOVED = Rule(
     ANY_KEY,
     lambda run, key: key not in run.values and not key.startswith(run.retargeted),
     "{key} was removed",
-    "to turn a group off, use its option that does nothing, such as none or off",
+    "leave out ~{key}; to turn a group off, use its option that does nothing, such as none or off",
 )
 """Also refused before the rest, because the code reads the keys of the top level first."""
 

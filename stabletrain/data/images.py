@@ -102,7 +102,7 @@ class Images:
             ConfigError: a value is out of range, or a split has no images.
         """
         if size < 1:
-            raise ConfigError(f"data.image_size={size} is below 1")
+            raise ConfigError(f"data.image_size={size} is below 1, in pixels; fix: data.image_size=1 or more")
         if len(mean) != len(std) or not len(mean):
             raise ConfigError(f"data.mean has {len(mean)} numbers and data.std {len(std)}: use one per channel in each")
         if not all(value > 0 for value in std):

@@ -135,7 +135,7 @@ def check_arguments(source: str, out: str, val_fraction: float, shard_tokens: in
     if not 0 < val_fraction < 1:
         raise ConfigError(f"--val-fraction={val_fraction} is not between 0 and 1: 0.01 is customary")
     if shard_tokens < 1:
-        raise ConfigError(f"--shard-tokens={shard_tokens} is below 1")
+        raise ConfigError(f"--shard-tokens={shard_tokens} is below 1; fix: --shard-tokens=1 or more")
     target = Path(os.path.abspath(Path(out).expanduser()))
     if (length := len(os.fsencode(target.name))) > NAME_BYTES:
         raise ConfigError(

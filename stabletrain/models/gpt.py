@@ -195,7 +195,7 @@ def check_sizes(**sizes: int) -> None:
     """Raises ConfigError if a size is below 1."""
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"model.{name}={size} is below 1")
+            raise ConfigError(f"model.{name}={size} is below 1; fix: model.{name}=1 or more")
 
 
 def check_heads(n_embd: int, n_head: int) -> None:

@@ -251,7 +251,7 @@ def optimizer_arguments(
     unknown = [key for key in given if not key.startswith("_") and key not in known]
     for key in unknown:
         if f"optimizer.{key}" in typed:
-            raise ConfigError(f"optimizer.{key}={given[key]}: {choice.target} has no such argument")
+            raise ConfigError(f"optimizer.{key}={given[key]}: {choice.target} has no such argument; fix: leave it out")
     kept = {key: value for key, value in given.items() if key not in unknown} | taken
     shown = ", ".join(f"{key}={value}" for key, value in kept.items() if not key.startswith("_"))
     rest = f"; unused: {', '.join(f'optimizer.{key}' for key in unknown)}" if unknown else ""

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from stabletrain.checkpoint import writer
 from stabletrain.checkpoint.capture import capture
-from stabletrain.checkpoint.checkpoints import Checkpoints, NoCheckpoints
+from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.checkpoint.folder import find
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
@@ -202,11 +201,3 @@ def test_find_says_what_is_wrong_where_there_is_none(tmp_path, run):
         find(tmp_path)
     with pytest.raises(ConfigError, match="nowhere"):
         find(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("key", ["every", "keep"])
-def test_a_number_out_of_bounds_is_refused_by_name(key):
-    options: dict[str, Any] = {"every": 1, "keep": 1, "keep_best": True, "asynchronous": True}
-    options[key] = 0
-    with pytest.raises(ConfigError, match=rf"checkpoint.{key}=0 is below 1.*checkpoint=off"):
-        Checkpoints(**options)

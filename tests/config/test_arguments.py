@@ -200,20 +200,6 @@ def test_resume_auto_finds_the_newest_sweep_of_the_same_command(place):
     assert found.value("resume") == "auto"
 
 
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ("resume=nowhere", "resume=nowhere is neither a run folder nor a checkpoint"),
-        ("resume=empty", "resume=empty is neither a run folder nor a checkpoint"),
-        ("resume=", "resume= has no value"),
-    ],
-)
-def test_what_cannot_be_continued_is_refused(place, typed, message):
-    (place / "empty").mkdir()
-    with pytest.raises(ConfigError, match=message):
-        resolved(typed)
-
-
 # ---- records
 
 

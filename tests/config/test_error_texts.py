@@ -33,41 +33,6 @@ def explained(conf, *typed):
     return explain(raised.value, conf, arguments)
 
 
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    {
-        "optimiser=sgd": "optimiser: there is no such key; did you mean optimizer?",
-        "optimizer.lrr=1": "optimizer.lrr: there is no such key; did you mean optimizer.lr?",
-        "lr=1": "lr: there is no such key; did you mean optimizer.lr?",
-        "fusd=1": "fusd: there is no such key; did you mean optimizer.fused?",
-        "stepz=3": "stepz: there is no such key; did you mean steps?",
-        "banana=3": "banana: there is no such key; python train.py --help lists them",
-        "optimizer.momentum=1": "optimizer.momentum: the chosen optimizer has no such key; it belongs to optimizer=sgd",
-        "optimizer.banana=1": "optimizer.banana: there is no such key; the chosen optimizer has the keys fused, lr; "
-        "options of optimizer: adamw, sgd",
-        "optimizer._target_=torch.optim.Adam optimizer.amsgrad=true": "optimizer.amsgrad: the chosen optimizer has no "
-        "such key; for your own optimizer._target_ write +optimizer.amsgrad=...",
-        "zloss.banana=1": "zloss.banana: there is no such key; the chosen zloss has no keys; "
-        "options of zloss: none, palm",
-        "optimizer=adamv": "optimizer=adamv: there is no such option; did you mean adamw?\n"
-        "options of optimizer: adamw, sgd",
-        "optimizer=banana": "optimizer=banana: there is no such option\noptions of optimizer: adamw, sgd; "
-        "for your own options add --config-dir <folder>",
-        "optimizer=null": "optimizer=null: to turn a group off, use its option that does nothing, such as none or off",
-        "steps": "steps: a value is missing: write steps=<value>",
-        "steps=1,2": "steps=1,2: these are several values: to sweep over them, add -m (python train.py -m ...)",
-    }.items(),
-)
-def test_a_mistake_is_explained(conf, typed, message):
-    assert explained(conf, *typed.split()) == message
-
-
-def test_what_cannot_be_parsed_shows_how_to_quote(conf):
-    told = explained(conf, "steps=[")
-    assert told.startswith("the command line cannot be read: ")
-    assert told.endswith("quote values with special characters: \"data.path='a=b, c.txt'\"")
-
-
 def test_a_key_of_another_chosen_option_is_known(conf):
     told = explained(conf, "optimizer=sgd", "optimizer.momentun=1")
     assert told == "optimizer.momentun: there is no such key; did you mean optimizer.momentum?"
@@ -118,26 +83,6 @@ def test_only_whole_keys_of_a_yaml_count(conf):
 def test_nothing_is_proposed_that_is_not_close():
     assert suggestion("steps", ["seed", "device"]) == ""
     assert suggestion("clipping.lr", ["optimizer.lr"]) == "", "a name with its group is not looked for elsewhere"
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    {
-        "--steps 100": "--steps 100: keys are written without dashes: steps=100",
-        "--steps=100 optimizer=sgd": "--steps 100: keys are written without dashes: steps=100",
-        "-m --momentum 0.5 optimizer=sgd": "--momentum 0.5: keys are written without dashes: optimizer.momentum=0.5",
-        "--fused": "--fused: keys are written without dashes: optimizer.fused=<value>",
-        "--optimizer sgd": "--optimizer sgd: keys are written without dashes: optimizer=sgd",
-        "--lr steps=3": "--lr: keys are written without dashes: optimizer.lr=<value>",
-        "-lr 3": "-lr 3: keys are written without dashes: optimizer.lr=3",
-        "--banana 3": "--banana 3: there is no such option, and no such key; python train.py --help lists the keys",
-        "--config runs/x.yaml": "--config runs/x.yaml: write experiment=x for conf/experiment/x.yaml; a file of your "
-        "own goes into <folder>/experiment/: --config-dir <folder> experiment=x; --config-name x replaces "
-        "conf/config.yaml as a whole",
-    }.items(),
-)
-def test_a_key_typed_as_an_option_is_shown_in_hydras_form(conf, typed, message):
-    assert unknown_option(typed.split(), conf) == message
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,6 @@ from stabletrain.errors import ConfigError
 from tests.data.given import texts
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        (None, r"data\.path is not set: data=text needs data\.path=<file, folder or glob>"),
-        ("texst", "data.path=texst does not exist: did you mean texts"),
-        ("texts/*.md", "holds no text files"),
-    ],
-)
-def test_a_path_that_does_not_exist_is_one_message(tmp_path, monkeypatch, path, message):
-    texts(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        Text(path, 16, 0.1, 0)
-
-
 def test_a_glob_reads_what_it_matches(tmp_path):
     texts(tmp_path, files=3)
     assert Text(str(tmp_path / "texts" / "00[01].txt"), 16, 0.1, 0).fingerprint()["files"] == 2

@@ -83,25 +83,6 @@ def test_a_broken_picture_is_named(folder):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"path": None}, r"data\.path is not set"),
-        ({"path": "nowhere"}, r"data\.path=nowhere does not exist"),
-        ({"image_size": 0}, r"data\.image_size=0"),
-        ({"augment": "mixup"}, r"data\.augment=mixup is none of none, crop, crop_flip, resized_crop"),
-        ({"val_fraction": 1.0}, r"data\.val_fraction=1\.0"),
-        ({"mean": [0.5, 0.5]}, r"data\.mean=\[0\.5, 0\.5\]"),
-        ({"std": [1.0, 0.0, 1.0]}, r"data\.std="),
-        ({"workers": 0}, r"data\.workers=0 is below 1"),
-        ({"std": [1.0]}, r"data\.mean has 3 numbers and data\.std 1"),
-    ],
-)
-def test_bounds_are_named(folder, values, message):
-    with pytest.raises(ConfigError, match=message):
-        ImageFolder(**({"path": str(folder)} | FOLDER | values))
-
-
-@pytest.mark.parametrize(
     ("files", "problem"),
     [
         (["0.png", "1.png"], "{path} has 0 class folders"),

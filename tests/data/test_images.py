@@ -49,11 +49,6 @@ def test_images_come_channels_last(folder):
     assert batch.inputs.dtype == torch.float32
 
 
-def test_missing_cifar_names_the_key_that_downloads_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"does not hold CIFAR-10: data\.download=true downloads it"):
-        Cifar10(str(tmp_path), False, "none", [0.5] * 3, [0.5] * 3, 0)
-
-
 def test_a_failed_download_of_cifar_is_one_message(tmp_path, monkeypatch):
     import torchvision
 

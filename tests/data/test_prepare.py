@@ -77,19 +77,6 @@ def test_a_hugging_face_data_set_is_streamed(tmp_path):
         prepare(str(tmp_path / "set"), str(tmp_path / "other"), hf=True, column="body")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"val_fraction": 0.0}, "--val-fraction=0.0"),
-        ({"shard_tokens": 0}, "--shard-tokens=0"),
-        ({"tokenizer": "nope"}, "tokenizer=nope is none of"),
-    ],
-)
-def test_bounds_are_named(tmp_path, text, values, message):
-    with pytest.raises(ConfigError, match=message):
-        prepare(str(text), str(tmp_path / "out"), **values)
-
-
 def test_a_name_too_long_for_a_folder_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match="its name has 201 bytes, but names may have 200"):
         prepare(str(text), str(tmp_path / ("a" * 201)))

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stabletrain.errors import ConfigError
 from stabletrain.models.nf_resnet import NFBlock, NFResNet, StandardisedConv2d, activate
 from tests.monitors.watched import PRECISIONS
 from tests.runs import composed
@@ -205,19 +204,6 @@ def test_with_skipinit_only_the_numbers_end_the_branches() -> None:
         names = {id(p): name for name, p in net.named_parameters()}
         assert [names[id(p)] for p in net.residual_gains()] == [f"blocks.{i}.{end}" for i in range(9)]
         assert net.classifier() is net.fc
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"depth": 18}, r"model\.depth=18 is not 6 n \+ 2: the nearest is 20"),
-        ({"alpha": 0.0}, r"model\.alpha=0\.0 is outside \(0, inf\): .* use 0\.2"),
-        ({"alpha": float("nan")}, r"model\.alpha=nan is outside"),
-    ],
-)
-def test_values_out_of_bounds_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        model(**changes)
 
 
 def test_it_chooses_agc_and_a_typed_clipping_wins() -> None:

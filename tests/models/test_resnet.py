@@ -153,10 +153,3 @@ def test_the_classifier_is_the_layer_that_makes_the_logits() -> None:
 def test_a_depth_that_is_not_6n_plus_2_is_refused(depth: int, nearest: int) -> None:
     with pytest.raises(ConfigError, match=rf"model\.depth={depth} is not 6 n \+ 2: the nearest is {nearest}"):
         CifarResNet(depth=depth, num_classes=10, in_channels=3)
-
-
-def test_unknown_kinds_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.depth=19 is unknown: choose 18 or 34 or 50 or 101 or 152"):
-        TorchvisionResNet(depth=19, num_classes=10, in_channels=3, stem="large")
-    with pytest.raises(ConfigError, match=r"model\.stem=tiny is unknown: choose large or small"):
-        TorchvisionResNet(depth=18, num_classes=10, in_channels=3, stem="tiny")

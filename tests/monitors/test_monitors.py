@@ -12,7 +12,6 @@ from torch import nn
 
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten
-from stabletrain.errors import ConfigError
 from stabletrain.monitors.forward import isolated, isolated_forward
 from stabletrain.monitors.monitors import FullMonitors, Monitors, NoMonitors
 from stabletrain.records import TrainState
@@ -226,21 +225,3 @@ def test_no_metric_is_missing_and_aggregates_agree():
     assert metrics["monitors/attn_entropy_min/blocks.0"] <= metrics["monitors/attn_entropy/blocks.0"]
     assert metrics["monitors/log_z_mean"] <= metrics["monitors/log_z_max"]
     assert metrics["monitors/headroom/blocks.0"] == math.log2(65504 / metrics["monitors/activation_absmax/blocks.0"])
-
-
-def test_a_negative_number_of_inspections_between_searches_is_refused():
-    with pytest.raises(ConfigError, match="monitors.margin_every=-1 is below 0"):
-        Monitors(1, margin_every=-1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrong", "named"),
-    [
-        (Monitors, (0,), "monitors.every=0"),
-        (FullMonitors, (1, -1, 4), "monitors.hessian_iterations=-1"),
-        (FullMonitors, (1, 3, 0), "monitors.hessian_samples=0"),
-    ],
-)
-def test_bounds(kind, wrong, named):
-    with pytest.raises(ConfigError, match=named):
-        kind(*wrong)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from stabletrain.errors import ConfigError
 from stabletrain.parallel import options
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
@@ -55,12 +54,3 @@ def test_fsdp_reshards_as_it_is_told(ranks, reshard):
 def test_one_rank_of_torchrun_may_be_ddp(ranks):
     ranks(1)
     assert type(options.ddp(False, True, 60, 30)) is DDP
-
-
-@pytest.mark.parametrize(
-    ("name", "make"), [("ddp", lambda: options.ddp(False, True, 60, 30)), ("fsdp", lambda: options.fsdp(True, 60, 30))]
-)
-def test_ddp_and_fsdp_are_refused_without_torchrun(ranks, name, make):
-    ranks(None)
-    with pytest.raises(ConfigError, match=f"parallel={name} needs torchrun: .*parallel={name}.*parallel=auto"):
-        make()

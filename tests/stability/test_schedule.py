@@ -73,22 +73,3 @@ def test_no_warmup_and_constant_are_one_everywhere():
 def test_a_warmup_that_never_ends_is_refused_with_both_numbers(steps):
     with pytest.raises(ConfigError, match=rf"warmup\.steps={steps} >= steps=10: .* lower warmup\.steps"):
         LearningRate(LinearWarmup(steps), Cosine(0.1), total=10)
-
-
-def test_bounds_are_named():
-    with pytest.raises(ConfigError, match=r"warmup\.steps=0.*warmup=none"):
-        LinearWarmup(0)
-    with pytest.raises(ConfigError, match=r"schedule\.final_ratio=1\.5"):
-        Cosine(1.5)
-    with pytest.raises(ConfigError, match=r"schedule\.decay_share=0.*schedule=constant"):
-        WSD(decay_share=0.0)
-    with pytest.raises(ConfigError, match=r"schedule\.shape=cubic.*sqrt or linear"):
-        WSD(shape="cubic")
-    with pytest.raises(ConfigError, match=r"schedule\.gamma=1\.0"):
-        Step(gamma=1.0)
-
-
-@pytest.mark.parametrize("milestones", [[], [0.5, 0.5], [0.75, 0.5], [0.0], [1.0]])
-def test_milestones_are_rising_shares(milestones):
-    with pytest.raises(ConfigError, match=r"schedule\.milestones=.*\[0\.5, 0\.75\]"):
-        Step(milestones=milestones)

@@ -74,7 +74,8 @@ class BitFlip(StepFault):
     def _check_bit(self, name: str, dtype: torch.dtype) -> None:
         if self.bit >= 8 * dtype.itemsize:
             raise ConfigError(
-                f"faults.bit={self.bit} is above {8 * dtype.itemsize - 1}, the sign bit of {name} in {dtype}"
+                f"faults.bit={self.bit} is above {8 * dtype.itemsize - 1}, the sign bit of {name} in {dtype}; "
+                f"fix: faults.bit={8 * dtype.itemsize - 1} or less"
             )
 
 

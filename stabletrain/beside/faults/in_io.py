@@ -45,7 +45,10 @@ class DiskFault(OnRank):
             ConfigError: the run writes no checkpoints, or by code of the user's own.
         """
         if not checkpoints.keeps:
-            raise ConfigError("a fault in a checkpoint has no effect with checkpoint=off: use checkpoint=default")
+            raise ConfigError(
+                "a fault in a checkpoint (faults=disk_full, faults=kill) has no effect with checkpoint=off; fix: "
+                "checkpoint=default"
+            )
         if type(checkpoints) not in (Checkpoints, InterruptedCheckpoints):
             raise ConfigError(
                 f"a fault in a checkpoint has no effect on those of {type(checkpoints).__name__}: use "

@@ -38,7 +38,9 @@ class Planned(NoFaults):
             raise ConfigError("faults.at=[] plans nothing: name a step, as in faults.at=[100], or use faults=none")
         for number in self.at:
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ConfigError(f"faults.at={list(self.at)}: {number} is not a whole number of at least 0")
+                raise ConfigError(
+                    f"faults.at={list(self.at)}: {number} is not a whole number of at least 0; fix: faults.at=[100]"
+                )
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class Multiplied(OnRank):
 def check_at_least(name: str, value: Any, lowest: int) -> None:
     """Raises ConfigError if `value` is neither None nor an integer of at least `lowest`."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < lowest):
-        raise ConfigError(f"faults.{name}={value} is not a whole number of at least {lowest}")
+        raise ConfigError(
+            f"faults.{name}={value} is not a whole number of at least {lowest}; fix: faults.{name}={lowest} or more"
+        )
 
 
 def check_number(name: str, value: Any) -> None:

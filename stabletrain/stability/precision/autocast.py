@@ -123,7 +123,7 @@ def unmatched(model: nn.Module, pattern: str, names: list[str]) -> str:
         return f"'{pattern}' only holds other modules and is never called; use '{pattern}.*' for the modules in it"
     near = difflib.get_close_matches(pattern, list(dict.fromkeys([*general, *names])), n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"'{pattern}' names no module of {type(model).__name__}: {hint}Its modules are {', '.join(general)}"
+    return f"'{pattern}' names no module of {type(model).__name__}: {hint}its modules are {', '.join(general)}"
 
 
 def check_patterns(patterns: Sequence[object], key: str = "fp32_modules") -> None:

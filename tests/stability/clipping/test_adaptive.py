@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.errors import ConfigError
 from stabletrain.monitors.tensor_norms import measure
 from stabletrain.stability.clipping import AGC, AdaGC, ZClip
 from tests.stability.clipping.given import CLOSED, OPEN, clip, equal_trees, flat, give, grads, one_step, small
@@ -115,13 +114,6 @@ def test_one_non_finite_unit_does_not_change_the_other_units():
         clip(AGC(), model)
     same = torch.eq(flat(clean), flat(poisoned))
     assert (~same).sum() == 4, "row 3 only"
-
-
-@pytest.mark.parametrize("key", ["clipping", "eps"])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_bounds_are_above_zero(key, value):
-    with pytest.raises(ConfigError, match=rf"clipping\.{key}=.*is not above 0.*clipping=none"):
-        AGC(**{key: value})
 
 
 ADAGC_NORMS = [1.0, 3.0, 0.8, 0.5, 0.9, 0.6, 5.0, 0.7, 1.2, 0.1, 0.6, 40.0, 0.5]
@@ -259,12 +251,6 @@ def test_a_closed_gate_changes_no_bit_of_the_statistics_of_adagc_and_does_not_co
         assert kind.state_dict()["seen"] == number + 2
 
 
-@pytest.mark.parametrize(("key", "value"), [("max_norm", 0.0), ("growth", 1.0), ("beta", 1.0), ("warmup_steps", 0)])
-def test_bounds_of_adagc(key, value):
-    with pytest.raises(ConfigError, match=rf"clipping\.{key}={value}.*customary"):
-        AdaGC(**{key: value})
-
-
 ZCLIP_NORMS = [1.0, 1.3, 0.8, 9.0, 1.1, 0.9, 1.2, 1.0, 4.0, 1.05, 0.95, 30.0, 31.0, 1.0, 0.7, 1.4, 2.0, 1.0]
 
 
@@ -348,12 +334,3 @@ def test_a_closed_gate_changes_no_bit_of_the_statistics_of_zclip_and_does_not_co
         assert number == 0 or equal_trees(kind.state_dict(), before)
         one_step(kind, model, 1.0 + 0.1 * number, number)
         assert kind.state_dict()["seen"] == number + 1
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("max_norm", 0.0), ("z_threshold", 0.0), ("alpha", 1.0), ("alpha", 0.0), ("warmup_steps", 1)],
-)
-def test_bounds_of_zclip(key, value):
-    with pytest.raises(ConfigError, match=rf"clipping\.{key}={value}.*customary"):
-        ZClip(**{key: value})

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stabletrain.errors import ConfigError
 from stabletrain.records import IGNORE_INDEX, Batch
 from stabletrain.stability.objective import BCE
 from stabletrain.stability.sanitize import Sanitizer
@@ -57,8 +56,3 @@ def test_accuracy_is_the_share_on_the_right_side():
 def test_targets_that_are_no_probability_are_bad_data(targets, bad):
     _, found = Sanitizer().targets(targets, BCE().classes(None))
     assert bool(found) is bad
-
-
-def test_logits_of_another_shape_are_refused():
-    with pytest.raises(ConfigError, match=r"gave \[2, 16, 256\] for targets of \[2, 16\]: objective=bce"):
-        BCE().check(torch.zeros(2, 16, 256), torch.zeros(2, 16))

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.errors import ConfigError
 from stabletrain.stability.optimizers import SGD
 
 
@@ -20,18 +19,3 @@ def test_sgd_equals_the_formula_in_float64(fused):
         velocity = 0.9 * velocity + (0.3 * step + 0.01 * expected)
         expected = expected - 0.1 * velocity
     torch.testing.assert_close(model.weight.double(), expected, rtol=1e-6, atol=1e-7)
-
-
-SGD_ = {"lr": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "message"),
-    [
-        (SGD, SGD_ | {"momentum": 1.0}, r"optimizer\.momentum="),
-        (SGD, SGD_ | {"momentum": 0.0, "nesterov": True}, r"optimizer\.nesterov="),
-    ],
-)
-def test_a_value_out_of_bounds_is_named(kind, values, message):
-    with pytest.raises(ConfigError, match=message):
-        kind(**values)

@@ -27,11 +27,6 @@ def test_matmul_runs_in_the_modes_dtype_and_parameters_stay_fp32(make, expected)
     assert layer.weight.dtype == torch.float32
 
 
-def test_tf32_is_refused_without_the_hardware():
-    with pytest.raises(ConfigError, match="precision=tf32 on cpu.*precision=fp32"):
-        precision.tf32(CPU)
-
-
 @pytest.fixture
 def card(monkeypatch):
     """A CUDA device of a given name and capability, as PyTorch would report it."""
