@@ -27,7 +27,7 @@ The rest is the door for a user's own loop:
 | loop_states | the snapshots of the loop, and the position of its data loader |
 | loop_forecast | predicts trouble from the applied steps |
 | load_listener | notices that the loop loads weights or moments by itself |
-| loop_tracker | events and lines |
+| reports | events and lines |
 | rerun, repeat | runs a step's closures again, and restores everything; twice, to compare the bits |
 | samples | the samples of a batch: which are bad, and which make the step fail |
 | whole_weights | whole weights in a model that FSDP2 shards, to try single samples |

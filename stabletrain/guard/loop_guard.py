@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.extension import Prediction
 from stabletrain.forensics.handler import IncidentSummary
-from stabletrain.guard.engine import log_alarms, log_predictions, note_taken_again, settle
+from stabletrain.guard.engine import note_taken_again, settle
 from stabletrain.guard.incidents import Incidents
 from stabletrain.guard.loop_step import LoopStep
-from stabletrain.guard.loop_tracker import LoopTracker
 from stabletrain.guard.options import check_loader, make_policy
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.policy import SkipGuard
+from stabletrain.guard.reports import LoopTracker, log_alarms, log_predictions
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.parallel.loop import ranks_of_loop

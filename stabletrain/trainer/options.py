@@ -120,6 +120,7 @@ def read(kind: type[OptionsT], config: Mapping[str, Any], choices: Mapping[str, 
     """
     choices = {group: option for group, option in (choices or {}).items() if "hydra" not in group}
     found: dict[str, Any] = {"config": config, "choices": choices} if issubclass(kind, Options) else {}
+    # Each field gets its object or value, of the type that the field names.
     for name, wanted in get_type_hints(kind).items():
         if name not in config or name == "objective":
             continue

@@ -35,9 +35,8 @@ from stabletrain.config.make import Choice
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.machine import hardware
-from stabletrain.records import Batch, Reading
+from stabletrain.records import Batch, InFlight, Reading
 from stabletrain.stability.init import TorchInit
-from stabletrain.step import InFlight
 from stabletrain.trainer import build, stages
 from tests.tools.fake_autograd import Walk, backward, grad
 

@@ -23,9 +23,8 @@ from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.parallel.whole import WholeState
-from stabletrain.records import Batch, DeviceReading, Reading, TrainState
+from stabletrain.records import Batch, DeviceReading, InFlight, Reading, TrainState
 from stabletrain.stability import precision as precisions
-from stabletrain.step import InFlight
 from stabletrain.tracking.run_folder import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History

@@ -16,7 +16,9 @@ from stabletrain.records import TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer import build as module
-from stabletrain.trainer.build import build, machine_record, restore_state
+from stabletrain.trainer.build import build
+from stabletrain.trainer.parts import machine_record
+from stabletrain.trainer.resume import restore_state
 from stabletrain.trainer.run import Plan
 from stabletrain.trainer.stages import Process, Trained
 from tests.runs import TINY_GPT, composed
