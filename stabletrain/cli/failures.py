@@ -17,7 +17,7 @@ from stabletrain.parallel.ranks import Ranks
 from stabletrain.printable import printable, say
 from stabletrain.program import started
 from stabletrain.stored.json_files import DamagedFile, MissingFile
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_files import read_run_record
 from stabletrain.tracking.metrics import replace
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from stabletrain.printable import say
 from stabletrain.program import conf_folder, started
 from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_type
-from stabletrain.stored.run_json import read_run_record, read_sweep_command
+from stabletrain.stored.run_files import read_run_record, read_sweep_command
 
 CONFIG_OPTIONS = {"--config-dir": "-cd", "--config-name": "-cn", "--config-path": "-cp"}
 """Hydra's options that say where the configuration is: long and short."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from stabletrain.stored.files import read_file
+from stabletrain.stored.json_files import read_file
 
 
 def load_yaml(path: Path) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.config.make import Choice, plain
-from stabletrain.data.dataset import Dataset
+from stabletrain.data.batches import Dataset
 from stabletrain.errors import ConfigError
 from stabletrain.extension import NoFaults, NoForecast
 from stabletrain.forensics.handler import NoIncidentHandler

@@ -20,8 +20,7 @@ from stabletrain.config import trust
 from stabletrain.config.arguments import SWEEP, job_overrides, key_of, parse_arguments
 from stabletrain.config.make import leaves
 from stabletrain.config.resuming import acting
-from stabletrain.data.prefetch import Prefetch
-from stabletrain.data.to_device import ToDevice
+from stabletrain.data.batches import Prefetch, ToDevice
 from stabletrain.errors import ConfigError
 from stabletrain.extension import NoPage, extension
 from stabletrain.forensics.diagnosis.evidence import RunSettings

@@ -14,7 +14,7 @@ from stabletrain.buffers import note_masks
 from stabletrain.config.arguments import job_overrides, key_of
 from stabletrain.config.make import Choice
 from stabletrain.config.resuming import kept_precision
-from stabletrain.data.dataset import Dataset
+from stabletrain.data.batches import Dataset
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.extension import NoFaults

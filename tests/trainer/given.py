@@ -12,8 +12,7 @@ from torch import nn
 from stabletrain.buffers import Buffers
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.config.make import plain
-from stabletrain.data.prefetch import Prefetch
-from stabletrain.data.to_device import ToDevice
+from stabletrain.data.batches import Prefetch, ToDevice
 from stabletrain.extension import NoForecast, NoPage
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.investigate import IncidentRequest

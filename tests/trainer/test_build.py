@@ -16,6 +16,7 @@ from stabletrain.records import TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer import build as module
+from stabletrain.trainer import parts
 from stabletrain.trainer.build import build
 from stabletrain.trainer.parts import machine_record
 from stabletrain.trainer.resume import restore_state
@@ -83,7 +84,7 @@ def test_a_host_that_cannot_hold_the_snapshots_is_told_before_the_first_step(
     tmp_path, monkeypatch, capsys, option, copies
 ):
     for free, said in ((1e3, True), (1e12, False)):
-        monkeypatch.setattr(module, "free_host_memory", lambda free=free: free)
+        monkeypatch.setattr(parts, "free_host_memory", lambda free=free: free)
         with composed(*CHOSEN, option) as cfg:
             run = build(cfg, tmp_path / str(said), Progress(cfg.log_every, io.StringIO()))
         run.data.batches.close()
@@ -95,18 +96,18 @@ def test_a_host_that_cannot_hold_the_snapshots_is_told_before_the_first_step(
 
 def test_the_ranks_of_a_machine_share_its_memory_and_the_main_process_writes_the_checkpoint(monkeypatch):
     asked = []
-    monkeypatch.setattr(module, "choose_memory", lambda state, **given: asked.append(given) or "too little")
+    monkeypatch.setattr(parts, "choose_memory", lambda state, **given: asked.append(given) or "too little")
     said = []
-    monkeypatch.setattr(module, "say", lambda line, **_: said.append(line))
+    monkeypatch.setattr(parts, "say", lambda line, **_: said.append(line))
     state = TrainState(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
     for rank, local_rank, writers in ((0, 0, 1), (3, 3, 1), (8, 0, 0), (9, 1, 0)):
         ranks = Ranks(rank, 16, local_rank, True, local_world_size=8)
         process = Process(ranks, SingleProcess(), FP32, {}, CPU)
-        module.choose_host_memory(process, state, RollbackGuard(), Saves())
+        parts.choose_host_memory(process, state, RollbackGuard(), Saves())
         assert (asked[-1]["ranks"], asked[-1]["snapshots"], asked[-1]["checkpoints"]) == (8, 4, writers)
     assert len(said) == 2, "one line for each machine"
-    monkeypatch.setattr(module, "sharded_tensors", lambda state: {"w": state})
-    module.choose_host_memory(process, state, RollbackGuard(), Saves())
+    monkeypatch.setattr(parts, "sharded_tensors", lambda state: {"w": state})
+    parts.choose_host_memory(process, state, RollbackGuard(), Saves())
     assert asked[-1]["checkpoints"] == 8, "with FSDP each rank writes its shards"
 
 
@@ -152,7 +153,7 @@ def test_what_fails_while_building_is_recorded_and_leaves_the_folder_free(tmp_pa
         raise ConfigError("cannot be resumed")
 
     monkeypatch.setattr(module, "restore_state", refuse)
-    monkeypatch.setattr(module.Tracker, "close", lambda self, code: closed.append(code))
+    monkeypatch.setattr(parts.Tracker, "close", lambda self, code: closed.append(code))
     with composed(*TINY_GPT) as cfg, pytest.raises(ConfigError, match="cannot be resumed"):
         build(cfg, tmp_path)
     record = json.loads((tmp_path / "run.json").read_text())
