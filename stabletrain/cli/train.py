@@ -40,9 +40,8 @@ from stabletrain.config.arguments import (
     resolve_resume,
     with_overrides,
 )
-from stabletrain.config.checks import check
+from stabletrain.config.checks import check, check_resolves
 from stabletrain.config.error_texts import explain, unknown_option
-from stabletrain.config.interpolation import check_resolves
 from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import Interrupted, NotSaved, StabletrainError, TrainingHalted
 from stabletrain.extension import NoPage, NoSweep, extension

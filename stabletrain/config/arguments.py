@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from stabletrain.config import trust
-from stabletrain.config.yaml_files import load_yaml
+from stabletrain.config.make import load_yaml
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.printable import say

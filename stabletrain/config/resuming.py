@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from stabletrain.config.arguments import show
-from stabletrain.config.make import leaves, plain
-from stabletrain.config.yaml_files import load_yaml
+from stabletrain.config.make import leaves, load_yaml, plain
 from stabletrain.errors import ConfigError
 from stabletrain.stored.run_files import read_run_record, run_record_or_empty
 

@@ -13,10 +13,10 @@ from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.facts import same_bits
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
-from stabletrain.forensics.model_copy import copy_of_model, with_loss_scale
 from stabletrain.forensics.probes.samples import bad_samples
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.rerun import copy_of_model, with_loss_scale
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly

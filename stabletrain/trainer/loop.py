@@ -17,7 +17,7 @@ from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.guard.checks.update_check import replays_exactly
 from stabletrain.guard.checks.written import note_start
 from stabletrain.guard.engine import changed_tensors, explain, note_taken_again, settle
-from stabletrain.guard.policy.reasons import BAD_UPDATE, CHANGED
+from stabletrain.guard.policy.limits import BAD_UPDATE, CHANGED
 from stabletrain.guard.reports import log_alarms, log_predictions
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost

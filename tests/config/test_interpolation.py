@@ -3,8 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from stabletrain.config.checks import check
-from stabletrain.config.interpolation import check_resolves
+from stabletrain.config.checks import check, check_resolves
 from stabletrain.errors import ConfigError
 from tests.runs import composed
 

@@ -23,7 +23,7 @@ from stabletrain.guard.engine import (
     settle,
 )
 from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard
-from stabletrain.guard.policy.reasons import BAD_UPDATE, GRADIENT_DIFFERS, UPDATE_DIFFERS
+from stabletrain.guard.policy.limits import BAD_UPDATE, GRADIENT_DIFFERS, UPDATE_DIFFERS
 from stabletrain.guard.reports import log_alarms
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.parallel.single import SingleProcess

@@ -17,6 +17,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer import build as module
 from stabletrain.trainer import parts
+from stabletrain.trainer import resume as resumes
 from stabletrain.trainer.build import build
 from stabletrain.trainer.parts import machine_record
 from stabletrain.trainer.resume import restore_state
@@ -162,15 +163,16 @@ def test_what_fails_while_building_is_recorded_and_leaves_the_folder_free(tmp_pa
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
-def test_only_a_run_continued_in_its_own_folder_keeps_the_guards_retained_states():
+def test_only_a_run_continued_in_its_own_folder_keeps_the_guards_retained_states(monkeypatch):
     for resume, forgotten in (("auto", 0), ("none", 1), ("other/checkpoints/step-10", 1)):
         run, asked, calls, rewound = make_run(), [], [], []
-        run.saved.resume = asked.append
+        monkeypatch.setattr(resumes, "restore_checkpoint", lambda *given, asked=asked: asked.append(given[-1]))
         run.tools.guard.states.forget = lambda calls=calls: calls.append(1)
         run.output.tracker.rewind = rewound.append
         run.state.step, run.state.executed_steps = 10, 13
         restore_state(run.saved, run.tools.guard, run.output.tracker, resume, steps=10)
-        assert (asked, len(calls), rewound) == ([resume], forgotten, [13])
+        assert asked == ([] if resume == "none" else [resume])
+        assert (len(calls), rewound) == (forgotten, [13])
 
 
 def test_no_state_is_saved_at_first(built):
