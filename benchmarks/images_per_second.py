@@ -27,9 +27,9 @@ from targets import judged
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
+from stabletrain.data.batches import Prefetch
 from stabletrain.data.imagefolder import ImageFolder
 from stabletrain.data.images import cores_of_this_rank
-from stabletrain.data.prefetch import Prefetch
 from stabletrain.machine import hardware
 from stabletrain.records import Batch
 

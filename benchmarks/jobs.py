@@ -12,8 +12,8 @@ from stabletrain.trainer.build import build
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.incidents import ExecutedStep
 from stabletrain.trainer.loop import judge_step, run_monitors
+from stabletrain.trainer.reports import NOTHING
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.step_log import NOTHING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
 from tests.runs import composed

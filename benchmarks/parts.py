@@ -18,8 +18,8 @@ import torch
 from jobs import Rounds
 
 from stabletrain.records import Batch
+from stabletrain.trainer.reports import NOTHING
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.step_log import NOTHING
 
 PARTS = ("data", "forward", "backward", "optimizer", "guard", "tracking")
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from stabletrain.cli.train import record_failure, run_one
+from stabletrain.cli.failures import record_failure
+from stabletrain.cli.train import run_one
 from stabletrain.config.arguments import INFORMATION_OPTIONS, SWEEP, check_folders, parse_arguments, resolve_resume
 from stabletrain.config.error_texts import unknown_option
 from stabletrain.config.jobs import run_as_job

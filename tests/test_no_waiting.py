@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.step import InFlight, commit, compute
+from stabletrain.records import InFlight
+from stabletrain.step import commit, compute
 from stabletrain.trainer import loop
 from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, TINY_RESNET, composed

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.printable import say
 from stabletrain.stored.json_files import DamagedFile
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_files import read_run_record
 from stabletrain.tracking.wandb_setup import check_reach
 
 RUNS_PER_CALL = 50

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stabletrain.checkpoint.tree import Tree, unflatten
 from stabletrain.errors import ConfigError
-from stabletrain.stored.files import read_file
+from stabletrain.stored.json_files import read_file
 
 CHUNK = 1 << 20
 

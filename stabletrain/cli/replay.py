@@ -50,7 +50,7 @@ from stabletrain.trainer.contract import TakeLogits, vocabulary
 from stabletrain.trainer.options import StepOptions
 from stabletrain.trainer.options import read as read_options
 from stabletrain.trainer.saved import open_sizes, sizes_in
-from stabletrain.trainer.tools import tools_from_options
+from stabletrain.trainer.stages import tools_from_options
 
 ACTING = ("model", "precision", "zloss", "qknorm", "softcap", "determinism", "label_smoothing", "grad_accum_steps")
 """Settings that forward and backward depend on, besides weights and batch; these may be overridden."""

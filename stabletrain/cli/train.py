@@ -16,12 +16,10 @@ In a sweep, a failed run does not stop the others, and a run that is over is not
 is that of its first run that did not finish.
 """
 
-import json
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from stabletrain.cli import hydra_patches
+from stabletrain.cli.failures import RunOfSearchFailed, record_failure, refuse, report_error
 from stabletrain.cli.finished import finished_run, result
 from stabletrain.config.arguments import (
     Arguments,
@@ -39,31 +38,15 @@ from stabletrain.config.arguments import (
     job_overrides,
     parse_arguments,
     resolve_resume,
-    resume_command,
     with_overrides,
 )
-from stabletrain.config.checks import check
+from stabletrain.config.checks import check, check_resolves
 from stabletrain.config.error_texts import explain, unknown_option
-from stabletrain.config.interpolation import check_resolves
 from stabletrain.config.resuming import check_resume, settings
-from stabletrain.errors import (
-    ConfigError,
-    Interrupted,
-    NotSaved,
-    RankLost,
-    StabletrainError,
-    TrainingHalted,
-    own_traceback,
-)
+from stabletrain.errors import Interrupted, NotSaved, StabletrainError, TrainingHalted
 from stabletrain.extension import NoPage, NoSweep, extension
 from stabletrain.machine.signals import NoStopRequest
-from stabletrain.parallel.failure_report import (
-    as_rank_lost,
-    publish_end,
-    publish_failure,
-    publish_location,
-    says_how_to_continue,
-)
+from stabletrain.parallel.failure_report import as_rank_lost, publish_end, publish_location
 from stabletrain.parallel.ranks import (
     Ranks,
     current_ranks,
@@ -72,32 +55,15 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
     run_on_main,
 )
-from stabletrain.printable import printable, say, warn
-from stabletrain.program import conf_folder, started
+from stabletrain.printable import say, warn
+from stabletrain.program import conf_folder
 from stabletrain.stored import trusted
-from stabletrain.stored.json_files import DamagedFile, MissingFile
-from stabletrain.stored.run_json import read_run_record
-from stabletrain.tracking.metrics import replace
 from stabletrain.tracking.progress import Progress
 
 if TYPE_CHECKING:
     from stabletrain.trainer.run import Output, TrainingRun
 
-DUPLICATE_ERROR_WAIT_S = 5.0
-"""How long other ranks wait before they report an error that rank 0 may have met too."""
-
-RANK_LOST_WAIT_S = 5.0
-"""How long to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
-
 HELP_OPTIONS = frozenset(["--help", "-h"])
-
-
-class RunOfSearchFailed(Exception):
-    """A run of a search failed and has reported why; it has no loss to return to the sweeper."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)  # unpickling in another process passes these arguments again
-        self.exit_code = exit_code
 
 
 def train_command(words: list[str]) -> int:
@@ -205,6 +171,7 @@ def run_job(cfg: DictConfig) -> float | None:
         return extension().run_of_sweep(cfg)
     folder = Path(job.runtime.output_dir)
     try:
+        # Check the configuration, build the run, train it.
         return run_one(cfg, folder, tell=say)
     except Exception as raised:
         # If a rank ends, all others raise an error in the collective in which they wait. The user needs to know which
@@ -276,13 +243,16 @@ def build_and_train(
 
     def once(cfg: DictConfig, ready: "Callable[[TrainingRun], None]") -> float | None:
         """Trains the run with these settings, after `ready` has taken it; a healing calls this again with others."""
+        # From options to a run that is ready for its first step; a resumed one has its state again.
         run = build(cfg, folder, shown)
         ready(run)
+        # The steps. If the guard gives up, the user is told what to try next.
         try:
             loss = train(run, signals).val.get("val/loss")
         except TrainingHalted as halt:
             halt.advice = run.output.halted()
             raise
+        # All steps are done: the result, and an error if the last state is not on disk.
         say_closing_lines(run.output)
         if missing := run.saved.checkpoints.unsaved():
             raise NotSaved(f"{missing}; fix: make room, and type the command again with resume=auto", loss)
@@ -301,76 +271,3 @@ def say_closing_lines(output: "Output") -> None:
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         warn(f"the run is finished and saved, but its closing lines could not be made ({why})")
-
-
-def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
-    """Prints why a run ended: rank 0 reports an error that all ranks raise, otherwise the rank that raised it."""
-    if isinstance(error, Interrupted | TrainingHalted) and not ranks.is_main:
-        return
-    # Either all ranks refuse, or this one alone. If rank 0 refuses too, torchrun ends this process during the wait, so
-    # the message is printed only once.
-    if isinstance(error, StabletrainError) and not isinstance(error, RankLost) and not ranks.is_main:
-        time.sleep(DUPLICATE_ERROR_WAIT_S)
-    where = "" if not ranks.distributed else f"[rank {ranks.rank}] "
-    if isinstance(error, RankLost):
-        say(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
-        if says_how_to_continue(ranks):
-            say(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
-        time.sleep(RANK_LOST_WAIT_S)  # meanwhile torchrun ends this process, and names the rank that ended first
-        return
-    if isinstance(error, StabletrainError):
-        say(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
-        if advice := getattr(error, "advice", ""):
-            say(advice, file=sys.stderr)
-    else:
-        trace = traceback_text(error, folder / ("traceback.txt" if ranks.is_main else f"traceback-{ranks.rank}.txt"))
-        say("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), end="", file=sys.stderr)
-    publish_failure(ranks, error)
-    if isinstance(error, Interrupted) and error.saved:
-        say(f"continue  {resume_command(ranks, folder)}", file=sys.stderr)
-    if ranks.launched:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)  # shown at the end of torchrun's own summary
-
-
-def traceback_text(error: Exception, file: Path) -> str:
-    """Returns the traceback to print: for an error in the user's code only that part, with all of it in `file`."""
-    whole, own = "".join(traceback.format_exception(error)), own_traceback(error)
-    if own is None:
-        return whole
-    try:
-        replace(file, printable(whole))
-    except OSError:
-        return whole
-    return own.replace("Traceback (most recent call last)", f"Traceback (your code; all of it in {file})")
-
-
-def record_failure(folder: Path, error: Exception) -> None:
-    """Writes the exit code of a failed run into its `run.json`; creates the file if the run has none yet."""
-    job = HydraConfig.get()
-    record: dict[str, Any] = {
-        "id": None,
-        "status": "failed",
-        "reason": str(error) or type(error).__name__,
-        "choices": {group: option for group, option in job.runtime.choices.items() if "hydra" not in group},
-        "overrides": job_overrides(),
-        "command": started().command,
-        "final": {},
-    }
-    file = folder / "run.json"
-    with suppress(OSError, DamagedFile):  # the message on the terminal matters more; a damaged record stays as it is
-        with suppress(MissingFile):
-            record = {**read_run_record(folder)}
-        if record.get("status") == "failed":
-            record["exit_code"] = getattr(error, "exit_code", 1)
-            replace(file, json.dumps(record, indent=2) + "\n")
-
-
-def refuse(message: str, ranks: Ranks) -> int:
-    """Prints on rank 0 a configuration error that all ranks have met; returns its exit code."""
-    if ranks.is_main:
-        say(f"stabletrain: {message}", file=sys.stderr)
-    else:
-        time.sleep(DUPLICATE_ERROR_WAIT_S)
-    return ConfigError.exit_code

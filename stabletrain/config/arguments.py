@@ -17,14 +17,14 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from stabletrain.config import trust
-from stabletrain.config.yaml_files import load_yaml
+from stabletrain.config.make import load_yaml
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.printable import say
 from stabletrain.program import conf_folder, started
 from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_type
-from stabletrain.stored.run_json import read_run_record, read_sweep_command
+from stabletrain.stored.run_files import read_run_record, read_sweep_command
 
 CONFIG_OPTIONS = {"--config-dir": "-cd", "--config-name": "-cn", "--config-path": "-cp"}
 """Hydra's options that say where the configuration is: long and short."""

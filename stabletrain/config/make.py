@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc import ErrorDuringImport, locate
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 
 from stabletrain.config.moved import now, updated
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
+from stabletrain.stored.json_files import read_file
 
 Made = TypeVar("Made")
 
@@ -138,3 +140,13 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{prefix}{key}.")
     else:
         yield prefix.removesuffix("."), tree
+
+
+def load_yaml(path: Path) -> Any:
+    """Returns the configuration in a file of YAML.
+
+    Raises:
+        OSError: see `read_file`.
+        Exception: it is no such YAML; its parsers raise many types.
+    """
+    return OmegaConf.create(read_file(path).decode())

@@ -6,8 +6,7 @@ from typing import Any, TypedDict, cast
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config import trust
-from stabletrain.config.make import plain
-from stabletrain.config.yaml_files import load_yaml
+from stabletrain.config.make import load_yaml, plain
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_plain, check_type
 
 

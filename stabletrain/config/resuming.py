@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from stabletrain.config.arguments import show
-from stabletrain.config.make import leaves, plain
-from stabletrain.config.yaml_files import load_yaml
+from stabletrain.config.make import leaves, load_yaml, plain
 from stabletrain.errors import ConfigError
-from stabletrain.stored.run_json import read_run_record, run_record_or_empty
+from stabletrain.stored.run_files import read_run_record, run_record_or_empty
 
 FREE, RECORDED, NEW_STATE, REFUSED = "free", "recorded", "new state", "refused"
 

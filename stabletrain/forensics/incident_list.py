@@ -6,8 +6,8 @@ from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.printable import one_line
-from stabletrain.stored.diagnosis import read_diagnosis
 from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.run_files import read_diagnosis
 
 KEY_TYPES = {"step": int, "rank": int | None, "cause": str, "confidence": float | int, "verdict": str, "fix": list}
 """Keys of a `diagnosis.json` and their types."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
 from stabletrain.forensics.diagnosis.evidence import Evidence
-from stabletrain.forensics.diagnosis.sentences import loss_and_norm
+from stabletrain.forensics.diagnosis.wording import loss_and_norm
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.trace.origin import Link, Origin
 from stabletrain.printable import one_line

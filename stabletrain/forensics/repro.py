@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.checkpoint.tree import Tree, unflatten
-from stabletrain.forensics.model_copy import copy_of_model, is_compiled, is_scaled, with_loss_scale
 from stabletrain.forensics.probes.update import UpdateFault
+from stabletrain.forensics.rerun import copy_of_model, is_compiled, is_scaled, with_loss_scale
 from stabletrain.forensics.saved_step import (
     BATCH,
     FORMAT,

@@ -19,8 +19,7 @@ from stabletrain.checkpoint.tree import Tree, flatten, to_host, unflatten
 from stabletrain.checkpoint.writer import pieces
 from stabletrain.errors import ConfigError
 from stabletrain.records import Reading, saved_reading
-from stabletrain.stored.files import read_file
-from stabletrain.stored.json_files import Count, DamagedFile, read_record
+from stabletrain.stored.json_files import Count, DamagedFile, read_file, read_record
 
 FORMAT = 1
 STEP, BATCH, STATE = "step.json", "batch.safetensors", "state.safetensors"

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from stabletrain.errors import is_own
-from stabletrain.stored.files import read_file
+from stabletrain.stored.json_files import read_file
 from stabletrain.tools import Tools
 
 

@@ -17,18 +17,16 @@ The rest is the door for a user's own loop:
 |---|---|
 | guard | `Guard`: runs the user's closures forward and backward, and applies the update, or changes nothing at all |
 | attached_guard, attach | judges at `optimizer.step()`, for a loop that cannot be edited |
-| loop_guard | what both do with a verdict: skip, take again, restore, roll back, halt |
+| loop_guard | what both do with a verdict: skip, take again, restore, roll back, halt; the step as the engine sees it |
 | own_loop | the step itself: begin, judge, apply, hold, run again |
-| loop_step | the step as the engine sees it |
 | options | checks the options, and builds the policy and the precision from them |
 | judge | measures a step, judges it and clips |
 | micro_batch | a closure with its batch: one micro-batch of a step |
 | gradients | the gradients of the optimizer's parameters, and their norms |
 | loop_states | the snapshots of the loop, and the position of its data loader |
 | loop_forecast | predicts trouble from the applied steps |
-| load_listener | notices that the loop loads weights or moments by itself |
-| loop_tracker | events and lines |
-| rerun, repeat | runs a step's closures again, and restores everything; twice, to compare the bits |
+| reports | events and lines |
+| rerun | runs a step's closures again, and restores everything; twice, to compare the bits |
 | samples | the samples of a batch: which are bad, and which make the step fail |
 | whole_weights | whole weights in a model that FSDP2 shards, to try single samples |
 | subject, saved_step, incidents | the step as an investigation sees it, on disk, and its incident |

@@ -24,26 +24,22 @@ edited.
 import math
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stabletrain.extension import Prediction
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.probes.samples import MAX_LISTED, describe
 from stabletrain.guard.checks.comparing import Compared
 from stabletrain.guard.checks.copies import put_back_after
-from stabletrain.guard.checks.recheck import Finding, NoRecheck
+from stabletrain.guard.checks.recheck import collect_finding
 from stabletrain.guard.checks.written import state_is_finite, update_is_finite
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import hardware
-from stabletrain.monitors.rolling import Alarm
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import is_round
 from stabletrain.records import Reading, TrainState, Verdict
@@ -294,42 +290,6 @@ def confirm(step: ReadStep, verdict: Verdict) -> Verdict:
     return guard.on_machine_fault(reading.step, guard.reason, damaged=True)
 
 
-def collect_finding(
-    recheck: NoRecheck, part: str, place: str, gradient_again: Callable[[Compared], Tensor | None]
-) -> Finding:
-    """Collects what is known about the newest repetition of a part; waits for the device.
-
-    Args:
-        place: device, host and rank.
-        gradient_again: see `ReadStep`.
-    """
-    compared, limit, agreed = recheck.compared.get(part), recheck.limit(part), recheck.agreed(part)
-    if compared is None:
-        return Finding(part, False, [], "", agreed, limit, place)
-    ratios, limits = compared.ratios.tolist(), [0.0] * len(compared.names)
-    if compared.limits is not None:
-        limits = compared.limits.tolist()
-    exceeding = [each for each in zip(compared.names, ratios, limits, strict=True) if each[1] > each[2]]
-    exceeding.sort(key=lambda each: -each[1] / (each[2] or 1.0))
-    again = compared.again or partial(gradient_again, compared)
-    equal = third_equals(again, compared) if exceeding and limit == 0 else ""
-    allowed = exceeding[0][2] if exceeding else limit
-    return Finding(part, bool(exceeding), [each[:2] for each in exceeding], equal, agreed, allowed, place)
-
-
-def third_equals(compute_again: Callable[[], Tensor | None], compared: Compared) -> str:
-    """Computes a third time; returns which result that equals, as in `Finding`."""
-    try:
-        third = compute_again()
-    except Exception:  # a user's model may raise anything, and the two results are known
-        return ""
-    if third is None:
-        return ""
-    if torch.equal(third, compared.first):
-        return "first"
-    return "second" if torch.equal(third, compared.second) else "neither"
-
-
 def report_out_of_memory(step: ReadStep) -> None:
     """Ends repetitions and tells the user, if some rank had too little memory for this one."""
     if not step.guard.recheck.runs_out_of_memory(step.reading):
@@ -349,20 +309,3 @@ def note_taken_again(step: ReadStep) -> None:
     before = step.reading.step - 1
     step.tracker.event("restore", step.number, tick=step.tick, to=before, loaded=before, reason=step.guard.reason)
     step.tracker.note(f"step {step.number}: taken again, with the same batch and learning rate")
-
-
-def log_alarms(tracker: NoTracker, step: int, alarms: Sequence[Alarm]) -> None:
-    """Records each alarm as an event, prints it, and sends it as a W&B alert."""
-    for alarm in alarms:
-        since = {} if alarm.since is None else {"since": alarm.since}
-        tracker.event("alarm", step, kind=alarm.kind, text=alarm.text, **since)
-        tracker.note(f"step {step}: {alarm.text}")
-        tracker.alert(alarm.kind, f"step {step}: {alarm.text}")
-
-
-def log_predictions(tracker: NoTracker, step: int, predictions: Sequence[Prediction]) -> None:
-    """Records each prediction of a forecast as an event, prints it, and sends it as a W&B alert."""
-    for each in predictions:
-        tracker.event("forecast", step, **each.fields())
-        tracker.note(f"step {step:,}: {each.text}")
-        tracker.alert("forecast", f"step {step:,}: {each.text}")

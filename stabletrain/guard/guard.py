@@ -20,8 +20,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.guard.attached_guard import AttachedGuard
 from stabletrain.guard.loop_guard import LoopGuard, guard_of
 from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, versions
-from stabletrain.guard.repeat import repeat
-from stabletrain.guard.rerun import BegunStep
+from stabletrain.guard.rerun import BegunStep, repeat
 from stabletrain.records import Number
 
 
@@ -48,7 +47,7 @@ class Guard(LoopGuard):
         checksum_every: updates between two checks that only steps changed weights, moments and buffers; 1
             checks every update, 0 never. Use 0 if the loop itself changes them, for example clamps weights.
         recheck_every: steps between two repetitions of a step's gradients, which must have the same bits
-            (`guard/repeat.py`); 0 for none. The closure must take the batch, and runs a second time.
+            (`guard/rerun.py`); 0 for none. The closure must take the batch, and runs a second time.
         check_update: whether updates of an optimizer that is not proven to keep weights and moments finite are checked,
             and undone if they are not (`guard/checks/update_check.py`). It copies what such a step may write.
         forecast_every: applied steps between two looks of a forecast, which says what will break and near which step

@@ -23,7 +23,6 @@ from stabletrain.guard.checks.repeats import NO_REPEAT, NoRepeat
 from stabletrain.guard.checks.written import note_start
 from stabletrain.guard.gradients import BareTensors, TrainedParameters, unwrapped
 from stabletrain.guard.judge import Judge
-from stabletrain.guard.load_listener import LoadListener
 from stabletrain.guard.loop_forecast import forecast_of_loop
 from stabletrain.guard.loop_states import Loader, LoopStates, NoStates
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
@@ -36,6 +35,31 @@ from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Number, Reading, TrainState
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.tracking.tracker import NoTracker
+
+
+class LoadListener:
+    """Notices every `load_state_dict` of a model, of its modules and of an optimizer.
+
+    Attributes:
+        noticed: whether one was called.
+    """
+
+    def __init__(self) -> None:
+        self.noticed = False
+
+    def listen(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Notices the calls from now on."""
+        for module in model.modules():
+            module.register_load_state_dict_post_hook(self)
+        optimizer.register_load_state_dict_post_hook(self)
+
+    def __call__(self, *_: Any) -> None:
+        """Is called after a `load_state_dict`."""
+        self.noticed = True
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a hooked model have a new instance, which no guard reads."""
+        return (LoadListener, ())
 
 
 class OwnLoop:

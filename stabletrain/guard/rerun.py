@@ -3,6 +3,10 @@
 A held step left the weights as they were. Its forward and backward pass changed buffers, random generators and
 gradients: these are recorded before the step and set for the rerun. Afterwards everything has the values from before
 the rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are gathered as in training.
+
+For the recheck, the gradients of a step are computed a second time; `checks/recheck.py` decides when, and judges a
+difference. A step is left out if a rerun does not compute the same: closures without a batch, or that changed it;
+compiled models; a loss scale; several ranks.
 """
 
 import contextlib
@@ -17,12 +21,18 @@ from torch import Tensor, nn
 from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.checkpoint.tree import local_part
 from stabletrain.forensics.rerun import RerunResult, in_true_fp32
+from stabletrain.guard.checks.comparing import compare
+from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly
+from stabletrain.guard.checks.repeats import over_ranks
 from stabletrain.guard.gradients import gradients, measure
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.machine.determinism import Generators
+from stabletrain.machine.memory import within_memory
 from stabletrain.machine.untouched import untouched
 from stabletrain.parallel.loop import wrappers
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.records import Number
 from stabletrain.stability.precision.base import FullPrecision
 
 
@@ -177,3 +187,39 @@ def with_weights(model: nn.Module, values: Mapping[str, Any]) -> Generator[None]
     finally:
         for name, tensor in live.items():
             tensor.copy_(own[name])
+
+
+def repeatable(rerun: Rerun) -> bool:
+    """Returns whether a rerun computes what the step computed."""
+    begun = rerun.begun
+    with_batch = all(each.takes_batch for each in begun.micro_batches)
+    return rerun.outer is rerun.model and with_batch and not begun.batches_changed and rerun.loss_scale == 1.0
+
+
+def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
+    """Computes the gradients of a step again, if it can be repeated; returns the number that judges it, 0-d fp32, or 0.
+
+    Args:
+        recheck: receives the comparison.
+        step: number of the step, counted from 0; its gradients are those of the parameters, neither scaled nor clipped.
+
+    Returns:
+        `OUT_OF_MEMORY` if memory did not suffice.
+    """
+    recheck.forget()
+    device, first = rerun.begun.generators.device, [parameter.grad for parameter in rerun.parameters]
+    recheck.exact = repeats_exactly(rerun.model, device)  # the repetition of the update reads it too
+    if not repeatable(rerun):
+        return 0.0
+    again = within_memory(rerun.run)
+    pairs = [] if again is None else [*zip(names(rerun), first, again.gradients, strict=True)]
+    compared = within_memory(lambda: compare(pairs, device)) if pairs else None
+    ratios = torch.zeros(len(first), device=device) if compared is None else compared.ratios
+    eps = torch.finfo(getattr(rerun.precision, "dtype", torch.float32)).eps
+    return over_ranks(compared, ratios, recheck.judge_of(step, "gradient", eps), SingleProcess())
+
+
+def names(rerun: Rerun) -> list[str]:
+    """Returns the names of the parameters, in order."""
+    known = {id(parameter): name for name, parameter in rerun.model.named_parameters()}
+    return [known.get(id(parameter), "a weight") for parameter in rerun.parameters]

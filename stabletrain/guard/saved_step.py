@@ -35,7 +35,7 @@ from stabletrain.records import Reading
 from stabletrain.stability.precision.loop import GivenScale, precision_of_loop
 from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, check_type
-from stabletrain.stored.run_json import RUN
+from stabletrain.stored.run_files import RUN
 
 
 def why_not_replayable(rerun: Rerun, *, sharded: bool, keep_state: bool) -> str:

@@ -16,11 +16,10 @@ from stabletrain.forensics.agreement import NotInvestigated, Requests
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import Evidence
 from stabletrain.forensics.facts import Culprits, LargestInput, Outcome
-from stabletrain.forensics.model_copy import is_compiled
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.samples import find_by_bisection
 from stabletrain.forensics.probes.update import UpdateFault
-from stabletrain.forensics.rerun import NotPossible, RerunResult, Watch
+from stabletrain.forensics.rerun import NotPossible, RerunResult, Watch, is_compiled
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.monitors import curvature, growth
+from stabletrain.monitors.curvature import along_update, margin
 from stabletrain.monitors.forward import (
     block_names,
     headroom,
@@ -26,7 +27,6 @@ from stabletrain.monitors.forward import (
     recording_attention,
     recording_norms,
 )
-from stabletrain.monitors.line_search import along_update, margin
 from stabletrain.monitors.module_groups import blocks, by_place, trained
 from stabletrain.monitors.tensor_norms import Adaptive, norms, zero_shares
 from stabletrain.records import Batch
@@ -124,7 +124,7 @@ class Gradients(Part):
         return Part(metrics, {"grad_over_eps": over_eps})
 
     def update_margin(self, model: nn.Module, batch: Batch, objective: Loss) -> Part:
-        """Searches along the update for the length at which the loss rises, after the update; see `line_search.py`.
+        """Searches along the update for the length at which the loss rises, after the update; see `curvature.py`.
 
         No metric with sharded parameters.
         """

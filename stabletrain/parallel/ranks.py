@@ -1,15 +1,21 @@
-"""Which rank this process is, as torchrun numbers them, and collectives for Python objects.
+"""Which rank this process is, as torchrun numbers them; how ranks join; and collectives for Python objects.
 
 Torch is imported only when there are several processes, so that a mistyped command is rejected at once.
+
+By default, gloo takes the address of the machine's own name. On many clusters that is 127.0.1.1, or an address in a
+network for management. The ranks have met at `MASTER_ADDR`, so the network interface towards it connects them.
 """
 
 import atexit
 import contextlib
+import fcntl
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
@@ -88,7 +94,7 @@ def join_process_group(ranks: Ranks) -> None:
     if dist.is_initialized():
         return
     if ranks.world_size > ranks.local_world_size:  # on several machines
-        from stabletrain.parallel.network import choose_interface
+        from stabletrain.parallel.ranks import choose_interface
 
         choose_interface()
     # With device=cpu, NCCL is never used: it connects the ranks only in the first collective between GPUs.
@@ -257,3 +263,50 @@ def set_timeout(seconds: float) -> None:
     for group in list(c10d._world.pg_map):
         set_of_group(timeout(), group)
     c10d._get_default_store().set_timeout(timeout())  # NCCL's communicators, made when first used, meet at the store
+
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Names the interface that gloo uses."""
+
+GET_ADDRESS = 0x8915
+"""`SIOCGIFADDR` of Linux: asks for an interface's IPv4 address."""
+
+
+def choose_interface() -> None:
+    """Sets the interface that gloo uses in this process, unless the user has set it or it is not known."""
+    if INTERFACE_VARIABLE not in os.environ and (found := interface(os.environ)):
+        os.environ[INTERFACE_VARIABLE] = found
+
+
+def interface(environment: Mapping[str, str]) -> str:
+    """Returns the name of the interface towards `MASTER_ADDR`; empty if it is not known.
+
+    On the machine that has this address, its name may mean 127.0.1.1. Then another node of the Slurm job decides.
+    """
+    nodes = environment.get("STABLETRAIN_NODE_ADDRESSES", "").split(",")
+    own = map(own_address, filter(None, [environment.get("MASTER_ADDR", ""), *nodes]))
+    outside = next((address for address in own if address and not address.startswith("127.")), "")
+    return addresses().get(outside, "")
+
+
+def own_address(host: str) -> str:
+    """Returns the IPv4 address from which this machine sends to a host; empty if there is none. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # of a datagram socket, this only chooses the route
+        except OSError:
+            return ""
+        return probe.getsockname()[0]
+
+
+def addresses() -> dict[str, str]:
+    """Returns the name of each interface that has an IPv4 address, by that address."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, GET_ADDRESS, struct.pack("256s", name.encode()))
+            except OSError:  # it has none
+                continue
+            found[socket.inet_ntoa(answer[20:24])] = name
+    return found

@@ -5,8 +5,11 @@ number. So the type of a file is declared once, as a `TypedDict`, and checked wh
 value may rely on it.
 """
 
+import errno
 import json
 import math
+import os
+import stat
 import types
 import typing
 from collections.abc import Mapping
@@ -15,7 +18,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast
 
 from stabletrain.errors import ConfigError
-from stabletrain.stored.files import read_file
+
+
+def read_file(path: Path) -> bytes:
+    """Returns the content of a file.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe, a device or a folder: reading a pipe could block forever.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(path))
+        return file.read()
+
+
+def read_words(path: Path) -> str:
+    """Returns the content of a file as text, in which bytes that are no UTF-8 are replaced; see `read_file`."""
+    return read_file(path).decode("utf-8", errors="replace")
+
 
 DEPTH = 100
 """Largest nesting of a value: deeper ones would exceed Python's recursion limit in the code that walks through them."""

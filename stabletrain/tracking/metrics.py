@@ -20,9 +20,8 @@ from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.printable import warn
-from stabletrain.stored.files import read_words
-from stabletrain.stored.json_files import parse
-from stabletrain.stored.lines import is_line
+from stabletrain.stored.json_files import parse, read_words
+from stabletrain.stored.run_files import is_line
 
 NONFINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """The words for floats that JSON cannot represent, and their values."""

@@ -20,7 +20,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.printable import printable, warn
 from stabletrain.program import started
 from stabletrain.stored.json_files import DamagedFile, MissingFile
-from stabletrain.stored.run_json import RUN, read_run_record
+from stabletrain.stored.run_files import RUN, read_run_record
 from stabletrain.stored.trusted import check_links, remember_links
 from stabletrain.tracking.metrics import now, numbers, plain, replace
 

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stabletrain.errors import ConfigError
-from stabletrain.stored.files import read_words
+from stabletrain.stored.json_files import read_words
 
 PATIENCE = 10.0
 """Seconds to wait for an answer from the server; W&B itself would wait for days."""

@@ -12,6 +12,7 @@ from stabletrain.records import Batch
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.sanitize import Sanitizer
+from stabletrain.trainer.run import TrainingRun
 
 
 @torch.no_grad()
@@ -66,3 +67,24 @@ def evaluate(
     found = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
     metrics = {f"val/{name}": value for name, value in objective.metrics(found).items()}
     return metrics | ({"val/bad_batches": int(total[0])} if total[0] else {})
+
+
+def validate(run: TrainingRun) -> float:
+    """Evaluates, logs the metrics, records the best; returns the validation loss."""
+    state, history, tracker = run.state, run.history, run.tracker
+    batches = map(run.data.to_device, run.data.validation())
+    metrics = evaluate(
+        state.model, batches, run.tools.objective.plain, run.tools.precision, run.tools.sanitizer, run.parallel
+    )
+    if bad_batches := metrics.get("val/bad_batches"):
+        text = f"evaluation: {bad_batches} batches hold bad data; bad labels and inputs are not counted"
+        if not history.val.get("val/bad_batches"):
+            tracker.note(f"step {state.step}: {text}")
+        tracker.event("bad_validation", state.step, batches=bad_batches)
+    history.val, history.val_step = metrics, state.step
+    history.val_losses = [*history.val_losses, metrics["val/loss"]]
+    if metrics["val/loss"] < history.best_loss:
+        history.best_loss, history.best_step = metrics["val/loss"], state.step
+        tracker.summary({"best/val_loss": metrics["val/loss"], "best/step": state.step})
+    tracker.log(state.step, {"tick": state.executed_steps, **metrics})
+    return metrics["val/loss"]

@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from stabletrain.records import Batch
@@ -105,3 +106,18 @@ class Throughput:
     def resume(self) -> None:
         """Restarts the interval now, because the time since the last `measure` was not spent on training."""
         self._since = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class HealingHistory:
+    """How the run was healed so far; see `whatif/healing.py`.
+
+    Attributes:
+        resumed_steps: steps of the states that were resumed with another arm; retention keeps their checkpoints.
+        healed_by: the arms that the run was resumed with.
+        whatif_steps: steps spent on arms after all halts.
+    """
+
+    resumed_steps: Sequence[int] = ()
+    healed_by: Sequence[str] = ()
+    whatif_steps: int = 0

@@ -1,6 +1,7 @@
 """A step of the trainer as the engine sees it: what an investigation gets, and how the step is computed again."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,18 +13,20 @@ from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.facts import same_bits
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
-from stabletrain.forensics.model_copy import copy_of_model, with_loss_scale
 from stabletrain.forensics.probes.samples import bad_samples
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.rerun import copy_of_model, with_loss_scale
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.guard.checks.comparing import Compared, sums
-from stabletrain.guard.checks.recheck import repeats_exactly
+from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly
 from stabletrain.guard.engine import ReadStep
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
-from stabletrain.records import Batch, Reading, TrainState
-from stabletrain.step import InFlight, apply, compute, count_targets, forward_backward
+from stabletrain.monitors.tensor_norms import gradients
+from stabletrain.records import Batch, InFlight, Reading, TrainState
+from stabletrain.step import Computed, apply, compute, count_targets, forward_backward
+from stabletrain.tools import Tools
 from stabletrain.trainer.run import TrainingRun
 
 UNUSED_BATCHES = 1_000_003
@@ -187,3 +190,31 @@ def repeat_of_update(
 def transformed(batch: Batch, device: torch.device) -> Batch:
     """Returns the batch with its transform applied: on the device, as in training, so that the bits are the same."""
     return batch if batch.transform is None else batch.to(device).to(torch.device("cpu"))
+
+
+def rehearse(recheck: NoRecheck, first: int, steps: int) -> None:
+    """Repeats one of the first steps of this process, if a later one will be repeated: no other needs more memory.
+
+    Args:
+        first: number of the process's first step, counted from 0.
+        steps: number of steps of the run.
+    """
+    if recheck.every and steps // recheck.every > first // recheck.every:
+        recheck.rehearse(max(first, 1))  # the first step of a run has no moments yet
+
+
+def compute_twice(state: TrainState, micro_batches: Sequence[Batch], tools: Tools, device: torch.device) -> Computed:
+    """Runs forward and backward of a step twice, and closes its gate unless all gradients have the same bits.
+
+    Where bits may differ it runs them once: the step's recheck, which is due again, compares with a limit.
+    """
+    first = compute(state, micro_batches, tools)
+    if tools.guard.recheck.varies or not repeats_exactly(state.model, device):
+        return first
+    bits = sums(gradients(state.model), device)
+    first.saved_buffers.put_back(first.buffers)
+    computed = compute(state, micro_batches, tools)
+    differs = (bits != sums(gradients(state.model), device)).any().float()
+    tools.parallel.max_over_ranks_([differs])
+    difference = torch.where(differs > 0, math.inf, computed.checks.recheck)
+    return replace(computed, checks=replace(computed.checks, recheck=difference))

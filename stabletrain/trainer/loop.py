@@ -9,7 +9,6 @@ for the first step of a process.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import Interrupted, TrainingHalted
@@ -17,21 +16,29 @@ from stabletrain.extension import NoForecast
 from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.guard.checks.update_check import replays_exactly
 from stabletrain.guard.checks.written import note_start
-from stabletrain.guard.engine import changed_tensors, explain, log_alarms, log_predictions, note_taken_again, settle
-from stabletrain.guard.policy.reasons import BAD_UPDATE, CHANGED
+from stabletrain.guard.engine import changed_tensors, explain, note_taken_again, settle
+from stabletrain.guard.policy.limits import BAD_UPDATE, CHANGED
+from stabletrain.guard.reports import log_alarms, log_predictions
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Reading, Verdict
 from stabletrain.step import commit, compute
 from stabletrain.tracking.tracker import NoTracker
-from stabletrain.trainer.ending import best_path, check_updated, remarks
-from stabletrain.trainer.evaluate import evaluate
-from stabletrain.trainer.history import UNITS, History, Throughput
-from stabletrain.trainer.incidents import ExecutedStep, StepOfRun
-from stabletrain.trainer.recheck import compute_twice, rehearse
+from stabletrain.trainer.evaluate import validate
+from stabletrain.trainer.history import History, Throughput
+from stabletrain.trainer.incidents import ExecutedStep, StepOfRun, compute_twice, rehearse
+from stabletrain.trainer.reports import (
+    NOTHING,
+    best_path,
+    check_updated,
+    final_metrics,
+    log_step,
+    reading_metrics,
+    remarks,
+    status_of,
+)
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.step_log import NOTHING, healing_counts, log_step, reading_metrics
 
 
 def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) -> History:
@@ -49,11 +56,13 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
     tracker, checkpoints = run.output.tracker, run.saved.checkpoints
     try:
         training_loop(run, signals or StopRequest())
+        # Checkpoints are written in the background: wait for the last one.
         checkpoints.wait()
         check_updated(run.state.step, run.history, run.tools.guard)
     except BaseException as raised:
         # A rank that dies closes its sockets, so the others fail with an error about sockets: find the real one.
         error = as_rank_lost(raised, run.parallel.ranks) or raised
+        # Record how the run ended, whatever the reason was.
         checkpoints.finish_quietly()
         numbers = final_metrics(run)
         tracker.summary(numbers | {"status": status_of(error)})
@@ -65,6 +74,7 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
         raise error from raised
     finally:
         run.data.batches.close()
+    # The run has finished: its result, and remarks on what no single step could show.
     numbers = final_metrics(run)
     tracker.summary(numbers | {"status": "finished"})
     tracker.close(0)
@@ -409,57 +419,3 @@ def use_state(run: TrainingRun, due: Due, judged: ExecutedStep, throughput: Thro
         if not saved.checkpoints.keeps:
             message = "checkpoint=off: nothing is saved"
         raise Interrupted(f"{where}, {message}", saved=saved.checkpoints.keeps)
-
-
-def validate(run: TrainingRun) -> float:
-    """Evaluates, logs the metrics, records the best; returns the validation loss."""
-    state, history, tracker = run.state, run.history, run.tracker
-    batches = map(run.data.to_device, run.data.validation())
-    metrics = evaluate(
-        state.model, batches, run.tools.objective.plain, run.tools.precision, run.tools.sanitizer, run.parallel
-    )
-    if bad_batches := metrics.get("val/bad_batches"):
-        text = f"evaluation: {bad_batches} batches hold bad data; bad labels and inputs are not counted"
-        if not history.val.get("val/bad_batches"):
-            tracker.note(f"step {state.step}: {text}")
-        tracker.event("bad_validation", state.step, batches=bad_batches)
-    history.val, history.val_step = metrics, state.step
-    history.val_losses = [*history.val_losses, metrics["val/loss"]]
-    if metrics["val/loss"] < history.best_loss:
-        history.best_loss, history.best_step = metrics["val/loss"], state.step
-        tracker.summary({"best/val_loss": metrics["val/loss"], "best/step": state.step})
-    tracker.log(state.step, {"tick": state.executed_steps, **metrics})
-    return metrics["val/loss"]
-
-
-def final_metrics(run: TrainingRun) -> dict[str, Any]:
-    """Returns the final metrics for `run.json` and W&B's summary."""
-    history, guard, monitoring = run.history, run.tools.guard, run.monitoring
-    rate, healing = history.units / max(history.seconds, 1e-9), run.saved.healing
-    healings = healing_counts(guard, healing)
-    return history.val | {
-        "steps": run.state.step,
-        "best/val_loss": history.best_loss,
-        "best/step": history.best_step,
-        "seconds": history.seconds,
-        f"{UNITS[run.data.unit]}_per_s": rate,
-        **monitoring.usage.metrics(rate),
-        "ticks": run.state.executed_steps,
-        "guard/updates": history.updates,
-        "guard/rollbacks": guard.rollbacks,
-        "guard/machine_faults": guard.machine_faults,
-        **healings,
-        **({"guard/whatif_steps": healing.whatif_steps} if healings else {}),
-        "guard/lost_steps": history.lost_steps,
-        "guard/lost_seconds": history.lost_seconds,
-        "guard/skipped": sum(guard.skips.values()),
-        "spike/score": monitoring.rolling.metrics()["spike/score"],
-        **{f"guard/skipped_{kind}": count for kind, count in guard.skips.items()},
-    }
-
-
-def status_of(error: BaseException) -> str:
-    """Returns the status for `run.json` of a run that ended with `error`."""
-    if isinstance(error, TrainingHalted):
-        return "halted"
-    return "preempted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

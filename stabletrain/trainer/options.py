@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.config.make import Choice, plain
-from stabletrain.data.dataset import Dataset
+from stabletrain.data.batches import Dataset
 from stabletrain.errors import ConfigError
 from stabletrain.extension import NoFaults, NoForecast
 from stabletrain.forensics.handler import NoIncidentHandler
@@ -120,6 +120,7 @@ def read(kind: type[OptionsT], config: Mapping[str, Any], choices: Mapping[str, 
     """
     choices = {group: option for group, option in (choices or {}).items() if "hydra" not in group}
     found: dict[str, Any] = {"config": config, "choices": choices} if issubclass(kind, Options) else {}
+    # Each field gets its object or value, of the type that the field names.
     for name, wanted in get_type_hints(kind).items():
         if name not in config or name == "objective":
             continue

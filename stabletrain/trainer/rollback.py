@@ -10,8 +10,8 @@ rolls back exactly as one that was never interrupted, and a state that was put b
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from stabletrain.data.batches import Prefetch
 from stabletrain.data.order import position
-from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import TrainingHalted
 from stabletrain.guard.policy import NoGuard
 from stabletrain.records import RollbackPlan

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stabletrain.data.prefetch import Prefetch
+from stabletrain.data.batches import Prefetch
 from stabletrain.extension import NoForecast, NoPage
 from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.machine.hardware import Usage
@@ -44,7 +44,7 @@ class TrainingData:
         validation: returns the batches of one evaluation.
         load: returns the training batch of a step number, not prefetched.
         unit: unit of throughput: `tok`, `img` or `sample`.
-        to_device: moves a batch to the training device; see `data/to_device.py`.
+        to_device: moves a batch to the training device; see `data/batches.py`.
     """
 
     batches: Prefetch

@@ -16,8 +16,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.stored.json_files import MissingFile
 from stabletrain.trainer.contract import FROM_DATA
-from stabletrain.weights.exported import is_export, read_export
-from stabletrain.weights.files import CONFIG
+from stabletrain.weights.files import CONFIG, is_export, read_export
 
 ODD = 7919
 """Placeholder for model sizes that the data determines: a number that no user would choose, so it is easy to find."""

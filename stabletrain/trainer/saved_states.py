@@ -4,35 +4,18 @@ Snapshots are restored by a rollback, and are lost with the process. Checkpoints
 rollback that finds no snapshot. `rollback.py` goes back to the state that is chosen here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
-from stabletrain.checkpoint.capture import Stateful, capture, restore, sharded_tensors
+from stabletrain.checkpoint.capture import Stateful, capture, sharded_tensors
 from stabletrain.checkpoint.off import NoCheckpoints
-from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
+from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.errors import ConfigError
 from stabletrain.guard.policy import NoGuard
 from stabletrain.guard.states import KeptStates
 from stabletrain.records import TrainState
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.changes import NoResumption
-
-
-@dataclass(frozen=True)
-class HealingHistory:
-    """How the run was healed so far; see `whatif/healing.py`.
-
-    Attributes:
-        resumed_steps: steps of the states that were resumed with another arm; retention keeps their checkpoints.
-        healed_by: the arms that the run was resumed with.
-        whatif_steps: steps spent on arms after all halts.
-    """
-
-    resumed_steps: Sequence[int] = ()
-    healed_by: Sequence[str] = ()
-    whatif_steps: int = 0
+from stabletrain.trainer.history import HealingHistory
 
 
 class SavedStates(KeptStates):
@@ -41,11 +24,13 @@ class SavedStates(KeptStates):
     Attributes:
         checkpoints: states on disk.
         healing: how the run was healed so far.
+        resumption: fits checkpoints to changed settings.
+        resumed_healthy: whether the run was resumed from a healthy checkpoint (`resume.py`).
 
     Args:
         tracker: receives events and messages.
         run_id: stored in each checkpoint.
-        resumption: fits checkpoints to changed settings; None restores them unchanged.
+        resumption: None restores checkpoints unchanged.
     """
 
     def __init__(
@@ -62,8 +47,8 @@ class SavedStates(KeptStates):
     ) -> None:
         super().__init__(state, parts, guard=guard, tracker=tracker, any_rank=any_rank)
         self.checkpoints, self.healing = checkpoints, HealingHistory()
-        self._run_id, self._resumed_healthy = run_id, False
-        self._resumption: NoResumption = resumption or NoResumption()
+        self.resumed_healthy, self._run_id = False, run_id
+        self.resumption: NoResumption = resumption or NoResumption()
 
     # ---- saving
 
@@ -77,7 +62,7 @@ class SavedStates(KeptStates):
         """
         if self._guard.states.target is None:
             return
-        if pin and self._resumed_healthy:
+        if pin and self.resumed_healthy:
             self._guard.states.pin(self.state.step)
         self.take_snapshot()
 
@@ -122,7 +107,7 @@ class SavedStates(KeptStates):
         self.checkpoints.save(
             tree["step"],
             tree,
-            info={"run": self._run_id, **self._resumption.info()},
+            info={"run": self._run_id, **self.resumption.info()},
             healthy=healthy,
             val_loss=val_loss,
             anchors=[*self._guard.states.steps, *self.healing.resumed_steps, *forecast],
@@ -132,72 +117,16 @@ class SavedStates(KeptStates):
     def discard_later(self) -> None:
         """Deletes the checkpoints of later steps than the present one, which the run will reach with other data."""
         self.checkpoints.rewind(self.state.step)
-        self._resumption.went_back(self.state.step)
+        self.resumption.went_back(self.state.step)
 
     # ---- restoring
-
-    def resume(self, resume: str) -> None:
-        """Restores the checkpoint that `resume` names, and reports it.
-
-        Args:
-            resume: `none`; `auto` for the preferred checkpoint of this run folder (`Checkpoints.preferred`); another
-                run folder, for its preferred checkpoint; or a checkpoint folder.
-        """
-        if resume == "none":
-            return
-        tracker = self._tracker
-        if resume == "auto":
-            found = self._resume_from_preferred()
-        else:
-            found = self.checkpoints.find(Path(resume))
-            self._resume_from(found)
-        if found is not None:
-            self._resumed_healthy = found.healthy
-            tracker.event("resume", self.state.step, checkpoint=found.path.name, healthy=found.healthy)
-            tracker.note(f"resumed after step {self.state.step}, from {found.path}")
-            # If the folder was searched, the search has reported this already.
-            if not found.healthy and Path(resume).absolute() == found.path.absolute():
-                tracker.note(f"resume: {found.path.name} is not healthy: its weights or moments may not be finite")
-        elif tracker.started():
-            tracker.event("restart", 0, reason="no usable checkpoint")
-            tracker.note("resume: no usable checkpoint is left here; the run starts again from step 0")
-
-    def _resume_from(self, found: Checkpoint) -> None:
-        tree = found.load(sharded_tensors(self.state))
-        try:
-            restore(self._resumption.resume(found, tree), self.state, self.parts)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:  # written by another version
-            raise UnusableCheckpoint(f"{found.path}: its state has another form ({error!r})") from error
-
-    def _resume_from_preferred(self) -> Checkpoint | None:
-        """Restores the preferred checkpoint that can be used; returns it, or None if there is none.
-
-        Raises:
-            ConfigError: there are checkpoints that verify, and none of them can be used. The run does not start again
-                from step 0.
-        """
-        faults = []
-        while (found := self.checkpoints.preferred()) is not None:
-            fault = ""
-            try:
-                self._resume_from(found)
-            except UnusableCheckpoint as error:
-                fault = str(error)
-            if self.checkpoints.accept(found, fault):
-                return found
-            faults.append(fault)
-        if faults:
-            raise ConfigError(
-                f"no checkpoint of this run can be restored ({faults[0]}): resume with the version of stabletrain that "
-                "wrote them, or start a new run in another folder"
-            )
-        return None
 
     def before_trouble(self) -> int | None:
         """Returns the step of the state that a rollback should restore; None if there is none.
 
         See `KeptStates`. If all snapshots are from after a slow spike began, a checkpoint may be older.
         """
+        # The newest healthy snapshot, unless a slow spike began before all of them.
         found, before = super().before_trouble(), self._guard.rollback_before
         if before is None or (found is not None and found <= before):
             return found
@@ -230,10 +159,10 @@ class SavedStates(KeptStates):
                 break
         if saved is None:
             return None if kept is None else (kept, target)
-        tree = self._resumption.fit(saved, trees[0])
+        tree = self.resumption.fit(saved, trees[0])
         # Steps from before a resume that changed settings would not be the same steps again, so they are not replayed:
         # the run continues from the checkpoint itself. It is older than a healthy state, so it is healthy as well.
-        return tree, max(target, saved.step) if self._resumption.replayable(saved, target) else saved.step
+        return tree, max(target, saved.step) if self.resumption.replayable(saved, target) else saved.step
 
 
 def val_loss_of(tree: Tree) -> float | None:

@@ -14,19 +14,25 @@ from stabletrain.buffers import note_masks
 from stabletrain.config.arguments import job_overrides, key_of
 from stabletrain.config.make import Choice
 from stabletrain.config.resuming import kept_precision
-from stabletrain.data.dataset import Dataset
+from stabletrain.data.batches import Dataset
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.extension import NoFaults
 from stabletrain.guard.checks.state_check import default_every
+from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, peak_flops, reset_peak
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group, run_on_main
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import say
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.objective import Objective
+from stabletrain.stability.objective.chunked_loss import with_loss_chunk
 from stabletrain.stability.optimizers.sgd import zero_momentum_
+from stabletrain.stability.precision.base import FullPrecision
+from stabletrain.stability.sanitize import Sanitizer
+from stabletrain.stability.schedule import LearningRate
 from stabletrain.tools import Tools
 from stabletrain.trainer.banner import busy_note, split_note, text_note
 from stabletrain.trainer.contract import (
@@ -41,9 +47,8 @@ from stabletrain.trainer.contract import (
 )
 from stabletrain.trainer.init_from import Loaded, OwnInit
 from stabletrain.trainer.memory import check_memory
-from stabletrain.trainer.options import Options
+from stabletrain.trainer.options import Options, StepOptions
 from stabletrain.trainer.same_data import on_all_ranks
-from stabletrain.trainer.tools import tools_from_options
 
 RANK_SEEDS = 1 << 40
 """Added to a rank before `mix`. Larger than any step number, so a rank and a step are never mixed into one seed."""
@@ -374,3 +379,39 @@ def opening_notes(source: Source, process: Process, batch_size: int, eval_batche
         batches = val_batches(source.data, batch_size, eval_batches)
         notes.append(busy_note(*hardware.load_and_cores(), torch.get_num_threads(), batches))
     return notes
+
+
+def tools_from_options(
+    options: StepOptions,
+    model: nn.Module,
+    *,
+    vocab_size: int | None,
+    precision: FullPrecision,
+    guard: NoGuard,
+    seed: int,
+    parallel: SingleProcess,
+    head_apart: bool = True,
+) -> Tools:
+    """Builds the tools that options describe, for training and for replay.
+
+    Args:
+        options: the run's, or those of a recorded step.
+        vocab_size: None if unknown.
+        seed: seed of this rank.
+        head_apart: whether the model's head may run outside the model's forward pass.
+
+    Raises:
+        ConfigError: a value is out of bounds.
+    """
+    return Tools(
+        sanitizer=Sanitizer(vocab_size),
+        precision=precision,
+        objective=with_loss_chunk(options.objective, options.loss_chunk, model, head_apart),
+        clipping=options.clipping,
+        after_update=options.qkclip,
+        guard=guard,
+        learning_rate=LearningRate(options.warmup, options.schedule, options.steps),
+        determinism=options.determinism,
+        seed=seed,
+        parallel=parallel,
+    )

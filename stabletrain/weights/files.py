@@ -1,20 +1,21 @@
 """Reads the tensors of a folder of safetensors files, one file or several. Nothing is ever unpickled.
 
 The first of these that a folder has is read, as in transformers: `model.safetensors`; the files that an index names
-(`model.safetensors.index.json`, written for large models); every `.safetensors` file.
+(`model.safetensors.index.json`, written for large models); every `.safetensors` file. A folder that
+`stabletrain export --to safetensors` has written also holds the config group `model`.
 """
 
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
-from stabletrain.stored.files import read_file
-from stabletrain.stored.json_files import parse
+from stabletrain.stored.json_files import check_type, parse, read_file
 
 ONE_FILE, INDEX, SUFFIX = "model.safetensors", ".safetensors.index.json", ".safetensors"
 
@@ -108,3 +109,28 @@ def sha256(file: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror or error})") from error
     return digest.hexdigest()
+
+
+def is_export(folder: Path) -> bool:
+    """Returns whether `folder` is one."""
+    return config_in(folder).get("format") == EXPORT_FORMAT
+
+
+class Target(TypedDict):
+    """The config group `model`."""
+
+    _target_: str
+
+
+def read_export(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the config group `model` and the tensors of an exported folder.
+
+    Raises:
+        ConfigError: the weights are missing or damaged.
+    """
+    try:
+        model = config_in(folder)["model"]
+        check_type(model, Target)
+        return model, load_file(folder / ONE_FILE)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ConfigError(f"{folder} is not a complete export ({error}): export the run again") from error

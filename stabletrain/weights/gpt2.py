@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
-from stabletrain.stored.files import read_file
-from stabletrain.stored.json_files import parse
+from stabletrain.stored.json_files import parse, read_file
 from stabletrain.weights import files
 
 CONFIG, ONE_FILE = files.CONFIG, files.ONE_FILE

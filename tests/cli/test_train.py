@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from stabletrain.cli.train import say_closing_lines, traceback_text
+from stabletrain.cli.failures import traceback_text
+from stabletrain.cli.train import say_closing_lines
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.tracker import NoTracker
 from tests.refusals import table

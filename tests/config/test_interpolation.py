@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from stabletrain.config.interpolation import check_resolves
+from stabletrain.config.checks import check_resolves
 from stabletrain.errors import ConfigError
 
 REASONS = {

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.config import moved
 from stabletrain.config.make import Choice, innermost, leaves, missing_parts, plain
-from stabletrain.data.dataset import Dataset
+from stabletrain.data.batches import Dataset
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.extension import NoFaults, NoForecast
 from stabletrain.forensics.handler import NoIncidentHandler

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stabletrain.data.decode import decode, decoded_jpeg
+from stabletrain.data.imagefolder import decode, decoded_jpeg
 from stabletrain.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from stabletrain.data.prefetch import Prefetch
+from stabletrain.data.batches import Prefetch
 from stabletrain.records import Batch
 
 

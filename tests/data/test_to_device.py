@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stabletrain.data.to_device import ToDevice
+from stabletrain.data.batches import ToDevice
 from stabletrain.records import Batch, Transform
 from tests.tools.fake_card import CARD, FakeStream, as_if_on_a_card
 

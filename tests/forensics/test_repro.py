@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.model_copy import copy_of_model, is_compiled, with_loss_scale
 from stabletrain.forensics.repro import Repro, load_repro, save_repro
+from stabletrain.forensics.rerun import copy_of_model, is_compiled, with_loss_scale
 from stabletrain.machine.compiling import compile_, undo_compile_
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess

@@ -11,22 +11,20 @@ from stabletrain.buffers import buffers_of
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.guard.checks.comparing import compare
-from stabletrain.guard.checks.recheck import Recheck
+from stabletrain.guard.checks.recheck import Recheck, collect_finding, third_equals
 from stabletrain.guard.engine import (
     DAMAGED,
     ReadStep,
     changed_tensors,
     check_machine,
-    collect_finding,
     explain,
     explain_held,
-    log_alarms,
     note_taken_again,
     settle,
-    third_equals,
 )
 from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard
-from stabletrain.guard.policy.reasons import BAD_UPDATE, GRADIENT_DIFFERS, UPDATE_DIFFERS
+from stabletrain.guard.policy.limits import BAD_UPDATE, GRADIENT_DIFFERS, UPDATE_DIFFERS
+from stabletrain.guard.reports import log_alarms
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import TrainState, Verdict

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from stabletrain.forensics.diagnosis import causes, fixes, fp8_causes, update_causes
+from stabletrain.forensics.diagnosis import causes, fp8_causes, update_causes, wording
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler
@@ -20,7 +20,7 @@ from tests.guard.given import Loop, batches
 WRITTEN = sorted(
     {
         node.value
-        for module in (causes, fixes, fp8_causes, update_causes)
+        for module in (causes, wording, fp8_causes, update_causes)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if "=" in node.value and " " not in node.value and node.value[0].isalpha() and "(" not in node.value

@@ -8,7 +8,7 @@ import pytest
 
 from stabletrain.errors import TrainingHalted
 from stabletrain.guard import SkipGuard
-from stabletrain.guard.loop_tracker import LoopTracker
+from stabletrain.guard.reports import LoopTracker
 from stabletrain.parallel.ranks import Ranks
 from tests.guard.given import Loop, batches
 from tests.guard.test_repeat import Wrong, broken

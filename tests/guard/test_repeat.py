@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.guard import repeat as guard_repeat
+from stabletrain.guard import rerun as guard_repeat
 from stabletrain.guard.checks import recheck
 from stabletrain.guard.checks.recheck import LEARNING_REPEATS
 from stabletrain.guard.guard import Guard

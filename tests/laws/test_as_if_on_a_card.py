@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stabletrain import buffers, step
 from stabletrain.config.checks import check
-from stabletrain.data.to_device import ToDevice
+from stabletrain.data.batches import ToDevice
 from stabletrain.errors import ConfigError
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.records import Batch, LossTerms

@@ -97,8 +97,9 @@ ONLY = {
 """Library -> rooms or files that may import it."""
 
 TORCH_FREE = ["__init__", "errors", "printable", "program", "parallel/ranks", "parallel/failure_report"]
-TORCH_FREE += ["machine/torch_builds", "cli/train", "cli/commands", "cli/finished", "extension", "weights/place"]
-TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "interpolation", "make", "moved")]
+TORCH_FREE += ["machine/torch_builds", "cli/train", "cli/commands", "cli/failures", "cli/finished", "extension"]
+TORCH_FREE += ["weights/place"]
+TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved")]
 TORCH_FREE += ["config/composed", "config/resuming", "config/rules"]
 TORCH_FREE += [f"beside/sweep/{name}" for name in ("job", "lines", "member", "plan", "started")]
 TORCH_FREE += ["beside/commands", "beside/extension", "beside/wandb_report", "beside/wandb_sync"]

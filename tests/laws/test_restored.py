@@ -34,10 +34,9 @@ from stabletrain.guard.guard import Guard
 from stabletrain.guard.loop_guard import LoopGuard
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.policy import NoGuard, RollbackGuard
-from stabletrain.guard.policy.divergence import NoDivergence
 from stabletrain.guard.policy.limits import Limit, Limits
 from stabletrain.guard.policy.retained import RetainedStates
-from stabletrain.guard.policy.slow import NoSlowSpikes
+from stabletrain.guard.policy.slow import NoDivergence, NoSlowSpikes
 from stabletrain.monitors.change_point import ChangePoint
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats, Spikes

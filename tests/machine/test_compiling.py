@@ -11,7 +11,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine import compiling
 from stabletrain.machine.compiling import compiled_shape, should_compile, try_compiled, uncompiled
 from stabletrain.trainer.build import build
-from stabletrain.trainer.compile_warmup import warm_up_compiled as tried
+from stabletrain.trainer.parts import warm_up_compiled as tried
 from tests.devices import CARD
 from tests.machine.given import LAYOUTS, POOLINGS
 from tests.runs import TINY_GPT, composed

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain.monitors.curvature import along_update, margin
 from stabletrain.monitors.forward import isolated
-from stabletrain.monitors.line_search import along_update, margin
 from stabletrain.stability.objective import CrossEntropy
 from tests.monitors.watched import adamw, features
 

@@ -6,9 +6,8 @@ import socket
 import pytest
 import torch
 
-from stabletrain.parallel import network
-from stabletrain.parallel.network import addresses, interface, own_address
-from stabletrain.parallel.ranks import Ranks, join_process_group
+from stabletrain.parallel import ranks
+from stabletrain.parallel.ranks import INTERFACE_VARIABLE, Ranks, addresses, interface, join_process_group, own_address
 
 ROUTES = {"node0": "10.0.0.7", "node1": "10.0.0.7", "10.1.0.5": "10.1.0.7", "me": "127.0.1.1", "nowhere": ""}
 NAMES = {"127.0.0.1": "lo", "192.168.0.7": "management", "10.0.0.7": "ib0", "10.1.0.7": "eth1"}
@@ -17,9 +16,9 @@ NAMES = {"127.0.0.1": "lo", "192.168.0.7": "management", "10.0.0.7": "ib0", "10.
 @pytest.fixture(autouse=True)
 def cluster(monkeypatch):
     """A machine with several networks, in place of this one; `MASTER_ADDR` is its first node."""
-    monkeypatch.setattr(network, "own_address", ROUTES.get)
-    monkeypatch.setattr(network, "addresses", lambda: NAMES)
-    for name in (network.INTERFACE_VARIABLE, "STABLETRAIN_NODE_ADDRESSES"):
+    monkeypatch.setattr(ranks, "own_address", ROUTES.get)
+    monkeypatch.setattr(ranks, "addresses", lambda: NAMES)
+    for name in (INTERFACE_VARIABLE, "STABLETRAIN_NODE_ADDRESSES"):
         monkeypatch.setenv(name, "")  # so that it is removed again
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "node0")
@@ -30,7 +29,7 @@ def cluster(monkeypatch):
 def chosen(ranks):
     """The variable after a rank has joined."""
     join_process_group(ranks)
-    return os.environ.get(network.INTERFACE_VARIABLE)
+    return os.environ.get(INTERFACE_VARIABLE)
 
 
 TWO_MACHINES = Ranks(9, 16, 1, launched=True, local_world_size=8)
@@ -45,7 +44,7 @@ def test_ranks_of_one_machine_are_left_alone():
 
 
 def test_the_users_interface_is_kept(monkeypatch):
-    monkeypatch.setenv(network.INTERFACE_VARIABLE, "eth9")
+    monkeypatch.setenv(ranks.INTERFACE_VARIABLE, "eth9")
     assert chosen(TWO_MACHINES) == "eth9"
 
 

@@ -32,13 +32,12 @@ from torch.utils._pytree import tree_leaves
 
 import stabletrain
 from stabletrain.config.make import Choice
-from stabletrain.data.prefetch import Prefetch
+from stabletrain.data.batches import Prefetch
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.machine import hardware
-from stabletrain.records import Batch, Reading
+from stabletrain.records import Batch, InFlight, Reading
 from stabletrain.stability.init import TorchInit
-from stabletrain.step import InFlight
-from stabletrain.trainer import build, stages
+from stabletrain.trainer import parts, stages
 from tests.tools.fake_autograd import Walk, backward, grad
 
 CARD = torch.device("cuda", 0)
@@ -52,7 +51,7 @@ READERS = {
     "guard/checks/update_check.py:judge": "with copies, an update that is not proven is undone before the next step",
     "records.py:count_targets": "counts targets that are still on the host",
     "monitors/probe.py": "a look returns its metrics as numbers, and the loop has just read the step's",
-    "monitors/line_search.py:loss_at": "each loss of the search decides which one is computed next",
+    "monitors/curvature.py:loss_at": "each loss of the search decides which one is computed next",
     "trainer/evaluate.py:evaluate": "reads the result of an evaluation once, at its end",
     "guard/checks/state_check.py:holds": "checks the state once more before it is evaluated or saved",
     "guard/checks/state_check.py:restored": "checks a state that was put back",
@@ -75,7 +74,7 @@ HOST = {
     "records.py:pin_memory": "copies a batch to page-locked memory",
     "records.py:count_targets": "counts targets that are still on the host",
     "records.py:rows": "splits the ids of the samples, which stay on the host",
-    "step.py:__init__": "the reading of a step, copied to the host",
+    "records.py:__init__": "the reading of a step, copied to the host",
     "checkpoint/": "copies a state to the host and back",
     "data/": "makes batches",
     "faults/": "injects a fault, in data that are on the host too",
@@ -465,7 +464,7 @@ def as_if_on_a_card(
         replace(hardware, "choose_device", lambda *_: CARD)
         replace(Choice, "build", made(Choice.build))
         replace(stages, "make_model", with_values(stages.make_model))
-        replace(build, "Prefetch", Direct)
+        replace(parts, "Prefetch", Direct)
         replace(InFlight, "wait", arrived)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(recorder)

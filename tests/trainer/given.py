@@ -12,8 +12,7 @@ from torch import nn
 from stabletrain.buffers import Buffers
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.config.make import plain
-from stabletrain.data.prefetch import Prefetch
-from stabletrain.data.to_device import ToDevice
+from stabletrain.data.batches import Prefetch, ToDevice
 from stabletrain.extension import NoForecast, NoPage
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.investigate import IncidentRequest
@@ -23,9 +22,8 @@ from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.parallel.whole import WholeState
-from stabletrain.records import Batch, DeviceReading, Reading, TrainState
+from stabletrain.records import Batch, DeviceReading, InFlight, Reading, TrainState
 from stabletrain.stability import precision as precisions
-from stabletrain.step import InFlight
 from stabletrain.tracking.run_folder import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History

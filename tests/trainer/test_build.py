@@ -16,7 +16,11 @@ from stabletrain.records import TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer import build as module
-from stabletrain.trainer.build import build, machine_record, restore_state
+from stabletrain.trainer import parts
+from stabletrain.trainer import resume as resumes
+from stabletrain.trainer.build import build
+from stabletrain.trainer.parts import machine_record
+from stabletrain.trainer.resume import restore_state
 from stabletrain.trainer.run import Plan
 from stabletrain.trainer.stages import Process, Trained
 from tests.runs import TINY_GPT, composed
@@ -81,7 +85,7 @@ def test_a_host_that_cannot_hold_the_snapshots_is_told_before_the_first_step(
     tmp_path, monkeypatch, capsys, option, copies
 ):
     for free, said in ((1e3, True), (1e12, False)):
-        monkeypatch.setattr(module, "free_host_memory", lambda free=free: free)
+        monkeypatch.setattr(parts, "free_host_memory", lambda free=free: free)
         with composed(*CHOSEN, option) as cfg:
             run = build(cfg, tmp_path / str(said), Progress(cfg.log_every, io.StringIO()))
         run.data.batches.close()
@@ -93,18 +97,18 @@ def test_a_host_that_cannot_hold_the_snapshots_is_told_before_the_first_step(
 
 def test_the_ranks_of_a_machine_share_its_memory_and_the_main_process_writes_the_checkpoint(monkeypatch):
     asked = []
-    monkeypatch.setattr(module, "choose_memory", lambda state, **given: asked.append(given) or "too little")
+    monkeypatch.setattr(parts, "choose_memory", lambda state, **given: asked.append(given) or "too little")
     said = []
-    monkeypatch.setattr(module, "say", lambda line, **_: said.append(line))
+    monkeypatch.setattr(parts, "say", lambda line, **_: said.append(line))
     state = TrainState(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
     for rank, local_rank, writers in ((0, 0, 1), (3, 3, 1), (8, 0, 0), (9, 1, 0)):
         ranks = Ranks(rank, 16, local_rank, True, local_world_size=8)
         process = Process(ranks, SingleProcess(), FP32, {}, CPU)
-        module.choose_host_memory(process, state, RollbackGuard(), Saves())
+        parts.choose_host_memory(process, state, RollbackGuard(), Saves())
         assert (asked[-1]["ranks"], asked[-1]["snapshots"], asked[-1]["checkpoints"]) == (8, 4, writers)
     assert len(said) == 2, "one line for each machine"
-    monkeypatch.setattr(module, "sharded_tensors", lambda state: {"w": state})
-    module.choose_host_memory(process, state, RollbackGuard(), Saves())
+    monkeypatch.setattr(parts, "sharded_tensors", lambda state: {"w": state})
+    parts.choose_host_memory(process, state, RollbackGuard(), Saves())
     assert asked[-1]["checkpoints"] == 8, "with FSDP each rank writes its shards"
 
 
@@ -150,7 +154,7 @@ def test_what_fails_while_building_is_recorded_and_leaves_the_folder_free(tmp_pa
         raise ConfigError("cannot be resumed")
 
     monkeypatch.setattr(module, "restore_state", refuse)
-    monkeypatch.setattr(module.Tracker, "close", lambda self, code: closed.append(code))
+    monkeypatch.setattr(parts.Tracker, "close", lambda self, code: closed.append(code))
     with composed(*TINY_GPT) as cfg, pytest.raises(ConfigError, match="cannot be resumed"):
         build(cfg, tmp_path)
     record = json.loads((tmp_path / "run.json").read_text())
@@ -159,15 +163,16 @@ def test_what_fails_while_building_is_recorded_and_leaves_the_folder_free(tmp_pa
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
-def test_only_a_run_continued_in_its_own_folder_keeps_the_guards_retained_states():
+def test_only_a_run_continued_in_its_own_folder_keeps_the_guards_retained_states(monkeypatch):
     for resume, forgotten in (("auto", 0), ("none", 1), ("other/checkpoints/step-10", 1)):
         run, asked, calls, rewound = make_run(), [], [], []
-        run.saved.resume = asked.append
+        monkeypatch.setattr(resumes, "restore_checkpoint", lambda *given, asked=asked: asked.append(given[-1]))
         run.tools.guard.states.forget = lambda calls=calls: calls.append(1)
         run.output.tracker.rewind = rewound.append
         run.state.step, run.state.executed_steps = 10, 13
         restore_state(run.saved, run.tools.guard, run.output.tracker, resume, steps=10)
-        assert (asked, len(calls), rewound) == ([resume], forgotten, [13])
+        assert asked == ([] if resume == "none" else [resume])
+        assert (len(calls), rewound) == (forgotten, [13])
 
 
 def test_no_state_is_saved_at_first(built):

@@ -19,9 +19,9 @@ from torch import nn
 from stabletrain.errors import ConfigError
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
-from stabletrain.trainer import compile_warmup
+from stabletrain.trainer import parts
 from stabletrain.trainer.build import build
-from stabletrain.trainer.compile_warmup import warm_up_compiled
+from stabletrain.trainer.parts import warm_up_compiled
 from tests.devices import CARD, skip_unless_it_has
 from tests.runs import TINY_GPT, command, composed
 
@@ -52,7 +52,7 @@ def tried(monkeypatch):
             found.update(shape=tuple(shape), loss=loss.item())
             return seconds, why
 
-        monkeypatch.setattr(compile_warmup, "try_compiled", trial)
+        monkeypatch.setattr(parts, "try_compiled", trial)
         return found
 
     return tried

@@ -6,8 +6,8 @@ import pytest
 
 from stabletrain.errors import TrainingHalted
 from stabletrain.guard.policy import SkipGuard
-from stabletrain.trainer.ending import check_updated, remarks
 from stabletrain.trainer.history import History
+from stabletrain.trainer.reports import check_updated, remarks
 
 
 def trained(losses, val_losses):

@@ -12,19 +12,10 @@ from stabletrain.guard.policy.retained import NoRetainedStates
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, Verdict
+from stabletrain.trainer.evaluate import validate
 from stabletrain.trainer.history import Throughput
-from stabletrain.trainer.loop import (
-    Due,
-    act_on_verdict,
-    due_after_step,
-    final_metrics,
-    judge_step,
-    replicas_agree,
-    status_of,
-    train,
-    use_state,
-    validate,
-)
+from stabletrain.trainer.loop import Due, act_on_verdict, due_after_step, judge_step, replicas_agree, train, use_state
+from stabletrain.trainer.reports import final_metrics, status_of
 from stabletrain.trainer.rollback import PendingReplay
 from tests.trainer.given import Saves, batch, executed, make_run, reading
 

@@ -18,7 +18,6 @@ from stabletrain.guard.checks.repeats import OneTensor
 from stabletrain.stability import precision as precisions
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer import incidents
-from stabletrain.trainer import recheck as trainers
 from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT
 from tests.trainer.given import make_run
@@ -247,7 +246,7 @@ def test_a_step_that_is_taken_again_and_comes_out_differently_again_is_skipped_a
 @pytest.fixture
 def inexact(monkeypatch):
     """A machine that adds in any order, as a card does by default."""
-    for module in (recheck, trainers, incidents, update_check):
+    for module in (recheck, incidents, incidents, update_check):
         monkeypatch.setattr(module, "repeats_exactly", lambda *_: False)
 
 
@@ -384,9 +383,9 @@ def test_what_is_usual_for_each_tensor_survives_a_resume(tmp_path, monkeypatch, 
 )
 def test_the_first_step_with_moments_is_repeated_if_a_later_one_will_be(first, steps, every, rehearsed):
     asked = recheck.Recheck(every)
-    trainers.rehearse(asked, first, steps)
+    incidents.rehearse(asked, first, steps)
     assert asked._rehearsed == rehearsed
-    trainers.rehearse(recheck.NoRecheck(), first, steps)
+    incidents.rehearse(recheck.NoRecheck(), first, steps)
 
 
 def passes(run):

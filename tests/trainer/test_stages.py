@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stabletrain.config.make import Choice
-from stabletrain.data.dataset import Dataset
+from stabletrain.data.batches import Dataset
 from stabletrain.errors import ConfigError
 from stabletrain.extension import NoFaults
 from stabletrain.machine import hardware

@@ -2,14 +2,12 @@
 
 import pytest
 
-from stabletrain.guard.engine import log_alarms
 from stabletrain.guard.policy import SkipGuard
+from stabletrain.guard.reports import log_alarms
 from stabletrain.monitors.rolling import Alarm
-from stabletrain.trainer.history import Throughput
-from stabletrain.trainer.loop import final_metrics
+from stabletrain.trainer.history import HealingHistory, Throughput
+from stabletrain.trainer.reports import NOTHING, final_metrics, log_step, reading_metrics
 from stabletrain.trainer.rollback import PendingReplay
-from stabletrain.trainer.saved_states import HealingHistory
-from stabletrain.trainer.step_log import NOTHING, log_step, reading_metrics
 from tests.trainer.given import batch, make_run, reading
 
 

@@ -15,7 +15,7 @@ from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.step import train_step
-from stabletrain.trainer.tools import tools_from_options
+from stabletrain.trainer.stages import tools_from_options
 from tests.runs import TINY_GPT, composed
 from tests.trainer.given import FP32, batch, options_of, reading
 from tests.workloads import build_tools

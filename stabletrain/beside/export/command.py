@@ -23,7 +23,7 @@ from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import TorchvisionResNet
 from stabletrain.printable import say
-from stabletrain.stored.run_json import run_record_or_empty
+from stabletrain.stored.run_files import run_record_or_empty
 from stabletrain.stored.trusted import check_links
 from stabletrain.trainer.contract import checked
 from stabletrain.trainer.saved import build_model, config_of

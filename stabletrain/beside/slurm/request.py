@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from stabletrain.config.arguments import CONFIG_OPTIONS, Arguments, parse_arguments
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.program import in_checkout
-from stabletrain.stored.files import read_file
+from stabletrain.stored.json_files import read_file
 
 
 @dataclass(frozen=True)

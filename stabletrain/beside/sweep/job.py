@@ -6,8 +6,9 @@ import sys
 from omegaconf import DictConfig
 
 from stabletrain.beside.sweep.member import Member
+from stabletrain.cli.failures import RunOfSearchFailed, record_failure, report_error
 from stabletrain.cli.finished import loss_of
-from stabletrain.cli.train import RunOfSearchFailed, build_and_train, record_failure, report_error
+from stabletrain.cli.train import build_and_train
 from stabletrain.config.checks import check
 from stabletrain.errors import Interrupted, NotSaved, TrainingHalted
 from stabletrain.extension import NoPage, extension

@@ -35,7 +35,7 @@ from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import ConfigError
 from stabletrain.program import started
 from stabletrain.stored.json_files import DamagedFile
-from stabletrain.stored.run_json import read_sweep_record
+from stabletrain.stored.run_files import read_sweep_record
 from stabletrain.tracking.metrics import replace
 from stabletrain.tracking.run_folder import RunFolder
 

@@ -18,7 +18,7 @@ from stabletrain.config.arguments import (
 from stabletrain.config.resuming import UNRECORDED_KEYS, Settings, override_of, recorded_settings
 from stabletrain.errors import ConfigError
 from stabletrain.stored.json_files import DamagedFile
-from stabletrain.stored.run_json import RunRecord, read_run_record
+from stabletrain.stored.run_files import RunRecord, read_run_record
 
 QUIET_OVERRIDES = ("log_every=1", "report=false", "wandb=disabled", "forensics=off")
 """Overrides of every run that a what-if starts: it logs each loss, and makes nothing that only the user looks at."""

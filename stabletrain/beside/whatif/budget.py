@@ -25,7 +25,7 @@ from stabletrain.errors import Interrupted
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.ranks import Ranks, run_on_main
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_files import read_run_record
 from stabletrain.tracking import metrics
 
 FROM_0_SHARE = 0.25

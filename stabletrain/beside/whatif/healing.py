@@ -48,10 +48,10 @@ from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.program import conf_folder
 from stabletrain.stored.json_files import DamagedFile, read_record
-from stabletrain.stored.run_json import RUN, read_run_record
+from stabletrain.stored.run_files import RUN, read_run_record
 from stabletrain.tracking import metrics
+from stabletrain.trainer.history import HealingHistory
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.saved_states import HealingHistory
 
 HEALING = "healing.json"
 """In the folder of a what-if: the arm that the run goes on with."""

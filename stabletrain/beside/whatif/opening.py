@@ -8,7 +8,7 @@ from stabletrain.beside.whatif.plan import Plan, WhatIfOptions, plan
 from stabletrain.beside.whatif.start import Origin
 from stabletrain.beside.whatif.trouble import Trouble
 from stabletrain.printable import one_line
-from stabletrain.stored.run_json import RUN
+from stabletrain.stored.run_files import RUN
 
 
 def opening(planned: Plan, options: WhatIfOptions) -> str:

@@ -14,8 +14,8 @@ from stabletrain.beside.whatif.arms import Arm
 from stabletrain.beside.whatif.job import NOT_FINITE
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.data.order import position
-from stabletrain.stored.files import read_words
-from stabletrain.stored.run_json import run_record_or_empty
+from stabletrain.stored.json_files import read_words
+from stabletrain.stored.run_files import run_record_or_empty
 from stabletrain.tracking.metrics import read_jsonl
 
 REFUSED = "refused.txt"

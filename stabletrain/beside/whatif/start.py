@@ -37,7 +37,7 @@ from stabletrain.config.arguments import Arguments
 from stabletrain.config.resuming import acting, changed_keys, recorded_settings, steps_of_changes
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import current_ranks, run_on_main
-from stabletrain.stored.run_json import RUN
+from stabletrain.stored.run_files import RUN
 from stabletrain.tracking.metrics import read_jsonl, replace
 
 MAX_LOSS_CHANGE = 0.1

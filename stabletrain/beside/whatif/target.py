@@ -6,8 +6,7 @@ from pathlib import Path
 from stabletrain.checkpoint.folder import NAME
 from stabletrain.checkpoint.reader import MANIFEST
 from stabletrain.errors import ConfigError
-from stabletrain.stored.diagnosis import DIAGNOSIS
-from stabletrain.stored.run_json import RUN
+from stabletrain.stored.run_files import DIAGNOSIS, RUN
 
 
 @dataclass(frozen=True)

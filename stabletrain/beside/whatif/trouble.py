@@ -16,7 +16,7 @@ from stabletrain.beside.comparison.reading.columns import read_columns
 from stabletrain.beside.whatif.target import Target
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
-from stabletrain.stored.diagnosis import read_diagnosis
+from stabletrain.stored.run_files import read_diagnosis
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.after_halt import OVERRIDE
 

@@ -28,31 +28,29 @@ from stabletrain.forensics.diagnosis.evidence import (
     no_finite_result,
     weights_ruined,
 )
-from stabletrain.forensics.diagnosis.fixes import (
+from stabletrain.forensics.diagnosis.fp8_causes import fp8_overflow, fp8_underflow
+from stabletrain.forensics.diagnosis.update_causes import bad_setting, finite_when_rerun, unsafe_optimizer
+from stabletrain.forensics.diagnosis.wording import (
     FIXES,
+    batch_name,
+    chain_lines,
     faster_second_moment,
     larger_loss_scale,
     logit_bounds,
+    lost_gradients,
     lower_lr,
     more_fp32_modules,
-    other_inits,
-    smaller_updates,
-    tolerate_batch,
-    wider_precision,
-)
-from stabletrain.forensics.diagnosis.fp8_causes import fp8_overflow, fp8_underflow
-from stabletrain.forensics.diagnosis.sentences import (
-    batch_name,
-    chain_lines,
-    lost_gradients,
     origin_details,
     origin_lines,
     origin_sentence,
+    other_inits,
     replay_difference,
     sample_name,
+    smaller_updates,
     source_line,
+    tolerate_batch,
+    wider_precision,
 )
-from stabletrain.forensics.diagnosis.update_causes import bad_setting, finite_when_rerun, unsafe_optimizer
 from stabletrain.forensics.probes.samples import describe
 from stabletrain.guard.checks.recheck import Finding
 

@@ -8,7 +8,7 @@ import math
 
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import Evidence, finite_in_fp32, first_loss_too_large, weights_ruined
-from stabletrain.forensics.diagnosis.sentences import lost_gradients, origin_details, origin_sentence, source_line
+from stabletrain.forensics.diagnosis.wording import lost_gradients, origin_details, origin_sentence, source_line
 from stabletrain.forensics.probes.fp8_casts import Cast
 from stabletrain.forensics.trace.origin import Origin
 

@@ -5,7 +5,7 @@ Lowering the learning rate is never a fix: at any rate, 0 / 0 is NaN.
 
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import Evidence
-from stabletrain.forensics.diagnosis.fixes import FIXES, nonzero_init, norm_clipping
+from stabletrain.forensics.diagnosis.wording import FIXES, nonzero_init, norm_clipping
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.probes.update_reason import READS_ZERO
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from stabletrain.forensics.model_copy import is_scaled
 from stabletrain.forensics.replay import ReplayInputs, inputs_of
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.rerun import is_scaled
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.precision.fp8_linear import Fp8Linears
 

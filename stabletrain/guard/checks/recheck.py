@@ -21,8 +21,9 @@ repeating steps for the rest of the process.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -391,3 +392,39 @@ def repeats_exactly(model: nn.Module, device: torch.device) -> bool:
     """Returns whether the same computation must give the same bits: with strict kernels, or uncompiled on a CPU."""
     strict = torch.are_deterministic_algorithms_enabled()
     return strict or (device.type == "cpu" and compiled_shape(model) is None)
+
+
+def collect_finding(
+    recheck: NoRecheck, part: str, place: str, gradient_again: Callable[[Compared], Tensor | None]
+) -> Finding:
+    """Collects what is known about the newest repetition of a part; waits for the device.
+
+    Args:
+        place: device, host and rank.
+        gradient_again: see `ReadStep`.
+    """
+    compared, limit, agreed = recheck.compared.get(part), recheck.limit(part), recheck.agreed(part)
+    if compared is None:
+        return Finding(part, False, [], "", agreed, limit, place)
+    ratios, limits = compared.ratios.tolist(), [0.0] * len(compared.names)
+    if compared.limits is not None:
+        limits = compared.limits.tolist()
+    exceeding = [each for each in zip(compared.names, ratios, limits, strict=True) if each[1] > each[2]]
+    exceeding.sort(key=lambda each: -each[1] / (each[2] or 1.0))
+    again = compared.again or partial(gradient_again, compared)
+    equal = third_equals(again, compared) if exceeding and limit == 0 else ""
+    allowed = exceeding[0][2] if exceeding else limit
+    return Finding(part, bool(exceeding), [each[:2] for each in exceeding], equal, agreed, allowed, place)
+
+
+def third_equals(compute_again: Callable[[], Tensor | None], compared: Compared) -> str:
+    """Computes a third time; returns which result that equals, as in `Finding`."""
+    try:
+        third = compute_again()
+    except Exception:  # a user's model may raise anything, and the two results are known
+        return ""
+    if third is None:
+        return ""
+    if torch.equal(third, compared.first):
+        return "first"
+    return "second" if torch.equal(third, compared.second) else "neither"

@@ -12,11 +12,9 @@ step, on its reading, and updates the guard's statistics.
 | file | |
 |---|---|
 | off, skip, rollback | the three guards: `NoGuard`, `SkipGuard`, `RollbackGuard` |
-| reasons | why a step was skipped: kind and reason |
-| limits | limits above which the loss, the gradient norm or the inputs are a spike |
+| limits | limits above which the loss, the gradient norm or the inputs are a spike; why a step was skipped |
 | machine_faults | takes a step again if memory or arithmetic failed |
-| slow | slow spikes: changes that no single step shows |
-| divergence | a run that has lost half of what it had learnt |
+| slow | slow spikes and divergence: changes that no single step shows |
 | retained | steps of the states that a rollback may restore |
 """
 

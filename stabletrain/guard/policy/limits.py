@@ -1,4 +1,4 @@
-"""Limits above which the loss, the gradient norm or the inputs of a step are a spike.
+"""Limits above which the loss, the gradient norm or the inputs of a step are a spike; and why a step was skipped.
 
     limit = max(mean + sigma std, ratio mean, share first)       over the last `window` applied steps
 
@@ -12,6 +12,20 @@ towards the recent values as steps are applied (`early_limit`). Skipped steps ne
 
 A loss can be negative, such as the negative log-likelihood of a density. Multiples of it mean nothing then: the limit
 is mean + sigma std alone, and there is none while the window is cold.
+
+A skipped step has a kind, which is counted, and a reason in one line:
+
+| kind | |
+|---|---|
+| `state` | weights, moments or buffers have changed since the last update (`checks/state_check.py`) |
+| `bad_data` | the batch cannot be trained on (`stability/sanitize.py`) |
+| `update` | the optimizer's step gave values that are not finite, and was undone (`checks/update_check.py`) |
+| `overflow` | fp16's scaled gradients are not finite, but the loss is: routine, the loss scale falls |
+| `nonfinite` | the loss, the gradient norm or the norm of the buffers is NaN or Inf |
+| `recheck` | the gradient differs from that of a second computation (`checks/recheck.py`) |
+| `spike` | the loss, the gradient norm or the inputs are above their limits |
+
+If several apply, the first one in this table is named: the others may follow from it.
 """
 
 import itertools
@@ -216,3 +230,46 @@ class Limits:
         self.loss.load_state_dict(state["loss"])
         self.norm.load_state_dict(state["norm"])
         self.inputs.load_state_dict(state["inputs"])
+
+
+KINDS = ("bad_data", "nonfinite", "spike", "overflow", "state", "recheck", "update")
+"""All kinds, in the order in which they are logged."""
+
+CHANGED = "weights, moments or buffers are not what the last update left"
+GRADIENT_DIFFERS = "the gradient came out differently when it was computed a second time"
+BAD_UPDATE = "the optimizer's step gave values that are not finite, from a finite gradient"
+UPDATE_DIFFERS = "the optimizer's update came out differently when it was computed a second time"
+
+
+def overflow_reason(reading: Reading) -> str:
+    """Describes in one line an update that fp16's loss scaling skipped."""
+    return f"fp16 overflow at loss scale {reading.loss_scale:g}: the scale is lowered"
+
+
+def kind_and_reason(reading: Reading, limits: Limits, *, gradient_differs: bool) -> tuple[str, str]:
+    """Returns kind and reason of a skipped step.
+
+    Args:
+        reading: of the step.
+        limits: those that hold in this step.
+        gradient_differs: whether its gradient differs from that of a second computation.
+    """
+    if reading.state_changed:
+        return "state", CHANGED
+    if reading.bad_data:
+        return "bad_data", "the batch holds data that cannot be trained on"
+    if reading.bad_update:
+        return "update", BAD_UPDATE
+    if reading.overflow:
+        return "overflow", overflow_reason(reading)
+    measured = (
+        ("loss", reading.loss),
+        ("gradient norm", reading.grad_norm),
+        ("norm of the buffers", reading.buffers),
+    )
+    for what, value in measured:
+        if not math.isfinite(value):
+            return "nonfinite", f"{what} is {value}"
+    if gradient_differs:
+        return "recheck", GRADIENT_DIFFERS
+    return "spike", limits.exceeded(reading)

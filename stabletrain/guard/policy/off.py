@@ -11,7 +11,7 @@ from torch import Tensor
 from stabletrain.guard.checks.recheck import NoRecheck
 from stabletrain.guard.checks.state_check import NoStateCheck
 from stabletrain.guard.checks.update_check import NoUpdateCheck
-from stabletrain.guard.policy.reasons import overflow_reason
+from stabletrain.guard.policy.limits import overflow_reason
 from stabletrain.guard.policy.retained import NoRetainedStates
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import NoLengths

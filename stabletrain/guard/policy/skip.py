@@ -21,11 +21,9 @@ from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.recheck import recheck_every
 from stabletrain.guard.checks.state_check import UNKNOWN, NoStateCheck, StateCheck
 from stabletrain.guard.checks.update_check import NoUpdateCheck, UpdateCheck
-from stabletrain.guard.policy.divergence import Divergence, NoDivergence
-from stabletrain.guard.policy.limits import Limits
+from stabletrain.guard.policy.limits import KINDS, UPDATE_DIFFERS, Limits, kind_and_reason
 from stabletrain.guard.policy.machine_faults import RetryingGuard
-from stabletrain.guard.policy.reasons import KINDS, UPDATE_DIFFERS, kind_and_reason
-from stabletrain.guard.policy.slow import NoSlowSpikes, slow_spikes
+from stabletrain.guard.policy.slow import Divergence, NoDivergence, NoSlowSpikes, slow_spikes
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import NoLengths
 from stabletrain.records import LARGEST, GradNorms, LossTerms, Reading, StepChecks, Verdict
@@ -54,7 +52,7 @@ class SkipGuard(RetryingGuard):
         slow: what happens after a slow spike (`slow.py`): `off`, `alarm`, or with a `RollbackGuard` `rollback`.
         slow_rate: false alarms of slow spikes in 100,000 clean steps for which their threshold is chosen.
         escalate: what happens after a halt: `halt`, or `whatif`, which tries fixes and goes on (`whatif/healing.py`).
-            With `whatif`, the run also halts if it has diverged (`divergence.py`).
+            With `whatif`, the run also halts if it has diverged (`slow.py`).
         whatif_steps: number of steps that the fixes may train, together and in the whole run.
         skips: number of skipped steps by kind.
         lone_loss_is_spike: whether a high loss alone is a spike; False in a user's loop.

@@ -25,7 +25,7 @@ from stabletrain.config.make import leaves
 from stabletrain.config.resuming import Settings
 from stabletrain.errors import ConfigError
 from stabletrain.machine.signals import NoStopRequest
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_files import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import TINY_GPT
 from tests.tracking.wandb_file import read_file

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stabletrain.forensics.diagnosis.evidence import LR_TOO_HIGH
-from stabletrain.forensics.diagnosis.fixes import (
+from stabletrain.forensics.diagnosis.wording import (
     faster_second_moment,
     larger_loss_scale,
     logit_bounds,

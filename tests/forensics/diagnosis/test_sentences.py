@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from stabletrain.forensics.diagnosis.sentences import (
+from stabletrain.forensics.diagnosis.wording import (
     chain_lines,
     origin_details,
     origin_lines,

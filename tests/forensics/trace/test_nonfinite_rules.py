@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stabletrain.forensics.diagnosis.fixes import FIXES
+from stabletrain.forensics.diagnosis.wording import FIXES
 from stabletrain.forensics.trace.nonfinite_rules import RULES, inf_minus_inf, why
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
-from stabletrain.guard.policy.divergence import Divergence
+from stabletrain.guard.policy.slow import Divergence
 from stabletrain.records import Verdict
 from tests.guard.policy.given import reading
 

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from stabletrain.guard.policy import SkipGuard
-from stabletrain.guard.policy.limits import Limits
-from stabletrain.guard.policy.reasons import CHANGED, KINDS, kind_and_reason
+from stabletrain.guard.policy.limits import CHANGED, KINDS, Limits, kind_and_reason
 from tests.guard.policy.given import reading
 
 NAN, INF = math.nan, math.inf

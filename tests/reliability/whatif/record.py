@@ -35,7 +35,7 @@ from stabletrain.config.jobs import run_as_job
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.program import called
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_files import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import InSweep
 from tests.reliability.whatif.cases import Case

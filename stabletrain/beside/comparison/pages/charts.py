@@ -15,7 +15,7 @@ import numpy as np
 
 from stabletrain.beside.comparison.reading.columns import Curve, thin
 from stabletrain.beside.comparison.reading.run import Run
-from stabletrain.stored.files import read_words
+from stabletrain.stored.json_files import read_words
 from stabletrain.tracking.metrics import plain
 
 PANELS: list[dict[str, Any]] = [

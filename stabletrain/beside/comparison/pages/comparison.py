@@ -30,7 +30,7 @@ from stabletrain.beside.comparison.reading.settings import (
     varying_keys,
 )
 from stabletrain.errors import ConfigError
-from stabletrain.stored.files import read_file
+from stabletrain.stored.json_files import read_file
 from stabletrain.tracking.columns import COLUMNS, ON_PAGE
 
 ALWAYS = ("status", "val_loss", "incidents")

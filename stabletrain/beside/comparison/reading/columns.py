@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from stabletrain.stored.lines import is_line
+from stabletrain.stored.run_files import is_line
 
 BLOCK = 1 << 22
 """Bytes parsed at once, which bounds the memory that a long file needs."""

@@ -20,9 +20,8 @@ from stabletrain.beside.comparison.reading.columns import Columns, as_float, blo
 from stabletrain.beside.comparison.reading.run import ENDED, Events, Ranges, Run
 from stabletrain.beside.comparison.reading.settings import changed_settings, read_settings
 from stabletrain.errors import ConfigError, StabletrainError
-from stabletrain.stored.diagnosis import read_diagnosis
 from stabletrain.stored.json_files import DamagedFile
-from stabletrain.stored.lines import is_event
+from stabletrain.stored.run_files import is_event, read_diagnosis
 from stabletrain.tracking.run_folder import usable_record
 
 SIGNS = ("run.json", "metrics.jsonl", ".hydra")

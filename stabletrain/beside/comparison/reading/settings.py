@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import yaml
 
-from stabletrain.stored.files import read_file
-from stabletrain.stored.json_files import check_plain
+from stabletrain.stored.json_files import check_plain, read_file
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """LibYAML's loader if PyYAML was built with it, because it is much faster."""

@@ -1,9 +1,9 @@
-"""Reads `run.json`, the record of a run, and `sweep.json`, that of a sweep."""
+"""What is read again of a run folder, with its types: `run.json`, `diagnosis.json`, and lines of metrics and events."""
 
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from stabletrain.stored.json_files import Count, DamagedFile, Number, read_record
+from stabletrain.stored.json_files import Count, DamagedFile, Number, difference, is_int, read_record
 
 RUN, SWEEP = "run.json", "sweep.json"
 
@@ -110,3 +110,100 @@ def read_sweep_record(folder: Path) -> SweepRecord:
         DamagedFile: it cannot be used.
     """
     return read_record(folder / SWEEP, SweepRecord)
+
+
+DIAGNOSIS = "diagnosis.json"
+
+
+class Also(TypedDict):
+    """Another cause that holds."""
+
+    cause: str
+    confidence: float
+    verdict: str
+    fix: list[str]
+
+
+class Sample(TypedDict, total=False):
+    """A guilty sample."""
+
+    id: int
+    index: int
+    source: str | None
+    fault: str
+
+
+class Limits(TypedDict, total=False):
+    """The guard's limits in that step."""
+
+    loss: Number
+    grad_norm: Number
+
+
+class Replay(TypedDict, total=False):
+    """The outcome of a replay during the investigation."""
+
+    finite: bool | None
+
+
+class Diagnosis(TypedDict, total=False):
+    """The keys of `diagnosis.json` that are read again. One of an older version may lack some."""
+
+    step: Count
+    kind: str
+    cause: str
+    confidence: float | None
+    verdict: str
+    fix: list[str]
+    also: list[Also]
+    samples: list[Sample]
+    rank: int | None
+    replays: dict[str, Replay]
+    limits: Limits
+    time: str
+    not_replayable: str | None
+
+
+def read_diagnosis(folder: Path) -> dict[str, Any]:
+    """Returns the diagnosis in an incident's folder, with the types of `Diagnosis`; NaN and infinities are words.
+
+    Raises:
+        MissingFile: there is none.
+        DamagedFile: it cannot be used.
+    """
+    return dict(read_record(folder / DIAGNOSIS, Diagnosis))
+
+
+LAST_STEP = 2**53
+"""Bound of step numbers: columns of metrics hold them as float64."""
+
+
+def is_line(value: Any) -> bool:
+    """Returns whether a parsed line is an object with a step, and a tick if it has one."""
+    return isinstance(value, dict) and is_step(value.get("step")) and ("tick" not in value or is_step(value["tick"]))
+
+
+def is_step(value: Any) -> bool:
+    """Returns whether a value is a number of steps."""
+    return is_int(value) and 0 <= value < LAST_STEP
+
+
+class Event(TypedDict, total=False):
+    """The keys of events that are read again. Every event has `event` and `step`; the others depend on its kind."""
+
+    event: str
+    kind: str | None
+    loss: Number | None
+    path: str | None
+    cause: str | None
+    verdict: str | None
+    fix: list[str] | None
+    signal: str | None
+    text: str | None
+    low: Number | None
+    high: Number | None
+
+
+def is_event(value: Any) -> bool:
+    """Returns whether a parsed line is an event, whose keys have the types of `Event`."""
+    return is_line(value) and "event" in value and difference(value, Event) is None

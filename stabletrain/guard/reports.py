@@ -1,9 +1,12 @@
-"""Where the guard of a user's own loop reports: `events.jsonl` beside the incidents, and lines in the log."""
+"""What a guard reports, in either loop; and `LoopTracker`: where the guard of a loop of the user's own reports."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stabletrain.extension import Prediction
+from stabletrain.monitors.rolling import Alarm
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.printable import printable
 from stabletrain.tracking.metrics import Lines, now
@@ -42,3 +45,20 @@ class LoopTracker(NoTracker):
         """Logs a line."""
         if self._is_main:
             LOG.warning("%s", printable(text))
+
+
+def log_alarms(tracker: NoTracker, step: int, alarms: Sequence[Alarm]) -> None:
+    """Records each alarm as an event, prints it, and sends it as a W&B alert."""
+    for alarm in alarms:
+        since = {} if alarm.since is None else {"since": alarm.since}
+        tracker.event("alarm", step, kind=alarm.kind, text=alarm.text, **since)
+        tracker.note(f"step {step}: {alarm.text}")
+        tracker.alert(alarm.kind, f"step {step}: {alarm.text}")
+
+
+def log_predictions(tracker: NoTracker, step: int, predictions: Sequence[Prediction]) -> None:
+    """Records each prediction of a forecast as an event, prints it, and sends it as a W&B alert."""
+    for each in predictions:
+        tracker.event("forecast", step, **each.fields())
+        tracker.note(f"step {step:,}: {each.text}")
+        tracker.alert("forecast", f"step {step:,}: {each.text}")
