@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from stabletrain.guard.policy import NoGuard
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
@@ -137,6 +138,28 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch_even_with_uneven_tar
     assert four.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_loss_is_the_mean_over_the_valid_targets(parts):
+    state = fresh()
+    state.model.eval()
+    each = batch(1)
+    each.targets[:3] = IGNORE_INDEX
+    expected = cross_entropy(state.model(each.inputs), each.targets, ignore_index=IGNORE_INDEX)
+    reading = train_step(state, each.split(parts), tools())
+    assert reading.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert reading.rank == -1, "a single process has no rank to name"
+
+
+def test_a_parameter_that_a_step_does_not_use_is_not_updated():
+    """A gradient of zeros would move it all the same: by weight decay, and by its moments."""
+    state, acting = fresh(), tools()
+    train_step(state, [batch(1)], acting)
+    state.model.hidden.forward = lambda inputs: inputs
+    before = state.model.hidden.weight.detach().clone()
+    train_step(state, [batch(2)], acting)
+    assert torch.equal(state.model.hidden.weight, before)
 
 
 def test_a_batch_that_does_not_divide_is_refused():

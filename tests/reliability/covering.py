@@ -1,0 +1,176 @@
+"""Records which tests run which lines, and how long each test takes; `mutation.py` and `breaks.py` choose tests by it.
+
+The fast tier of some folders runs once, in two processes, with coverage.py measuring a few files only. A line that a
+fixture of a module, class or session runs counts for every test that uses the fixture, not only for the first. Lines
+that run in processes that a test starts are not seen.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.forked_tests import ARGUMENTS
+
+
+@dataclass(frozen=True)
+class Covering:
+    """Which tests run which lines.
+
+    Attributes:
+        seconds: CPU time of each test, with its processes; tests are named as pytest does.
+        lines: per file and line the tests that run it.
+        sums: SHA-256 of each file when it was recorded.
+    """
+
+    seconds: dict[str, float]
+    lines: dict[str, dict[int, list[str]]]
+    sums: dict[str, str]
+
+    def write(self, path: Path) -> None:
+        """Writes a JSON file in which tests are numbers."""
+        names = [*self.seconds]
+        numbers = {name: number for number, name in enumerate(names)}
+        lines = {
+            file: {line: sorted(numbers[test] for test in tests) for line, tests in each.items()}
+            for file, each in self.lines.items()
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"seconds": self.seconds, "lines": lines, "sums": self.sums}, separators=(",", ":"))
+        path.write_text(text)
+
+    @classmethod
+    def read(cls, path: Path) -> "Covering":
+        """Reads what `write` wrote."""
+        kept = json.loads(path.read_text())
+        names = [*kept["seconds"]]
+        lines = {
+            file: {int(line): [names[number] for number in tests] for line, tests in each.items()}
+            for file, each in kept["lines"].items()
+        }
+        return cls(kept["seconds"], lines, kept["sums"])
+
+
+class Recorder:
+    """A plugin of pytest that names a context of coverage.py after the running test or fixture."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        import coverage  # not needed to read a record
+
+        self.coverage = coverage.Coverage(data_file=None, include=[str(file) for file in files], config_file=False)
+        self.seconds: dict[str, float] = {}
+        self.fixtures: dict[str, list[str]] = defaultdict(list)
+        self._test = ""
+        self._failed = False
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item):
+        """Measures a test, and keeps it if it passes."""
+        self._test, self._failed = item.nodeid, False
+        self.coverage.switch_context(item.nodeid)
+        definitions = item._fixtureinfo.name2fixturedefs  # ty: ignore[missing-attribute]
+        used = [fixture_name(each[-1]) for each in definitions.values() if each[-1].scope != "function"]
+        before = cpu_seconds()
+        result = yield
+        self.coverage.switch_context("")
+        if not self._failed:
+            self.seconds[item.nodeid] = round(cpu_seconds() - before, 3)
+            for name in used:
+                self.fixtures[name].append(item.nodeid)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef):
+        """Counts the lines of a fixture that tests share for the fixture."""
+        shared = fixturedef.scope != "function"
+        if shared:
+            self.coverage.switch_context(fixture_name(fixturedef))
+        try:
+            return (yield)
+        finally:
+            if shared:
+                self.coverage.switch_context(self._test)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Notes a test that fails or is skipped."""
+        self._failed |= not report.passed
+
+
+def fixture_name(definition: pytest.FixtureDef) -> str:
+    """Returns the context of a fixture."""
+    return f"fixture {definition.baseid} {definition.argname}"
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU time of this process and of the processes that it started and waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def record(root: Path, tests: Sequence[str], files: Sequence[str], processes: int = 2) -> Covering:
+    """Runs the fast tests of some files and folders in `root`, in several processes; returns what they cover.
+
+    Args:
+        root: a checkout.
+        tests: files and folders of tests.
+        files: what is measured.
+    """
+    modules = sorted({each for name in tests for each in test_files(root / name)})
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    jobs = [
+        context.Process(target=_record, args=(root, modules[number::processes], files, queue))
+        for number in range(processes)
+    ]
+    for job in jobs:
+        job.start()
+    parts = [queue.get() for _ in jobs]
+    for job in jobs:
+        job.join()
+    seconds: dict[str, float] = {}
+    lines: dict[str, dict[int, list[str]]] = {file: defaultdict(list) for file in files}
+    for times, covered in parts:
+        seconds |= times
+        for file, each in covered.items():
+            for line, names in each.items():
+                lines[file][line] += names
+    return Covering(seconds, lines, {file: checksum(root / file) for file in files})
+
+
+def checksum(path: Path) -> str:
+    """Returns a file's SHA-256."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_files(path: Path) -> Iterable[str]:
+    """Returns the files of tests in a folder, or the file."""
+    return [str(path)] if path.is_file() else [str(each) for each in path.rglob("test_*.py")]
+
+
+def _record(root: Path, modules: Sequence[str], files: Sequence[str], queue: multiprocessing.Queue) -> None:
+    os.chdir(root)
+    recorder = Recorder([root / file for file in files])
+    began = time.monotonic()
+    recorder.coverage.start()
+    pytest.main([*ARGUMENTS, *modules], plugins=[recorder])
+    recorder.coverage.stop()
+    data = recorder.coverage.get_data()
+    covered: dict[str, dict[int, list[str]]] = {}
+    for file in files:
+        covered[file] = {}
+        for line, contexts in data.contexts_by_lineno(str(root / file)).items():
+            names = {name for context in contexts for name in recorder.fixtures.get(context, [context])}
+            covered[file][line] = sorted(name for name in names if name in recorder.seconds)
+    print(
+        f"{len(recorder.seconds)} tests, {sum(recorder.seconds.values()):.0f} s of CPU time, "
+        f"{time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    queue.put((recorder.seconds, covered))
