@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.stored.json_files import DamagedFile
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_files import read_run_record
 
 
 class OwnFolder(Callback):
