@@ -135,7 +135,7 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
 def whatif(chosen: argparse.Namespace) -> None:
     """Tries fixes for a run's trouble, and prints their ranking."""
     from stabletrain.beside.slurm.arms import read_array
-    from stabletrain.beside.whatif.command import whatif as run
+    from stabletrain.beside.whatif.driver import whatif as run
     from stabletrain.beside.whatif.opening import listing
     from stabletrain.beside.whatif.plan import WhatIfOptions
 

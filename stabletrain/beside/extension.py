@@ -40,13 +40,13 @@ class Extension(NoExtension):
 
     def start_sweep(self, typed: Arguments, config_dir: Path) -> tuple[NoSweep, Arguments]:
         """Records the sweep that a command line asks for, if any."""
-        from stabletrain.beside.sweep.started import start_sweep
+        from stabletrain.beside.sweep.running import start_sweep
 
         return start_sweep(typed, config_dir)
 
     def run_of_sweep(self, cfg: Any) -> float:
         """Trains one run of a sweep, or reads its result if it is over."""
-        from stabletrain.beside.sweep.job import run_of_sweep
+        from stabletrain.beside.sweep.running import run_of_sweep
 
         return run_of_sweep(cfg)
 

@@ -11,8 +11,8 @@ without importing torch.
 | investigate | gathers the evidence of one incident, on copies |
 | subject | the step under investigation: how to run it again, and the questions about it |
 | facts | plain results: of a replay, of the search for samples, of a damaged tensor |
-| rerun | running a step again, of `train.py` or of a user's own loop: the variants, the outcome, true fp32 |
-| repro, model_copy | everything needed to replay a step of `train.py`, and copies of its model |
+| rerun | running a step again, here or in a user's own loop: variants, outcome, true fp32, copies of the model |
+| repro | everything needed to replay a step of `train.py` |
 | replay | replays a step of `train.py`, unchanged or with one thing changed |
 | saved_step | the files of a step |
 | user_code | hashes of the user's source files that the step runs through |

@@ -87,7 +87,7 @@ class SweepCommand(TypedDict):
 
 
 class SweepRecord(SweepCommand):
-    """The content of `sweep.json`; see `cli/sweep/plan.py`."""
+    """The content of `sweep.json`; see `beside/sweep/plan.py`."""
 
     command: str
     runs: list[list[str]] | None

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 import stabletrain
 from stabletrain.beside.whatif.arms import Arm, with_fixes
 from stabletrain.beside.whatif.base import read_base
-from stabletrain.beside.whatif.judging import judged
+from stabletrain.beside.whatif.plan import judged
 from stabletrain.cli.commands import main
 from stabletrain.config import trust
 from stabletrain.errors import ConfigError

@@ -101,7 +101,7 @@ TORCH_FREE += ["machine/torch_builds", "cli/train", "cli/commands", "cli/failure
 TORCH_FREE += ["weights/place"]
 TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved")]
 TORCH_FREE += ["config/composed", "config/resuming", "config/rules"]
-TORCH_FREE += [f"beside/sweep/{name}" for name in ("job", "lines", "member", "plan", "started")]
+TORCH_FREE += [f"beside/sweep/{name}" for name in ("lines", "member", "plan", "running")]
 TORCH_FREE += ["beside/commands", "beside/extension", "beside/wandb_report", "beside/wandb_sync"]
 
 

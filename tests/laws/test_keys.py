@@ -531,7 +531,7 @@ def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     if key == "compile":  # jaxtyping's checks cannot be traced; tests/trainer/test_compile_warmup.py trains compiled
         tried = []
         monkeypatch.setattr(
-            "stabletrain.trainer.build.warm_up_compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried")
+            "stabletrain.trainer.parts.warm_up_compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried")
         )
         for number, choice in enumerate(("auto", "false", "true")):
             with composed(*chosen, f"compile={choice}") as cfg:

@@ -246,7 +246,7 @@ def test_a_step_that_is_taken_again_and_comes_out_differently_again_is_skipped_a
 @pytest.fixture
 def inexact(monkeypatch):
     """A machine that adds in any order, as a card does by default."""
-    for module in (recheck, incidents, incidents, update_check):
+    for module in (recheck, incidents, update_check):
         monkeypatch.setattr(module, "repeats_exactly", lambda *_: False)
 
 

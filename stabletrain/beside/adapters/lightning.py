@@ -21,8 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from stabletrain.beside.adapters.callback import IN_A_LOOP, GuardHolder
-from stabletrain.beside.adapters.unchanged import do_nothing, replaced, unchanged
+from stabletrain.beside.adapters.callback import IN_A_LOOP, GuardHolder, do_nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
 from stabletrain.guard.attached_guard import AttachedGuard
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from stabletrain.beside.adapters.callback import IN_A_LOOP, GuardHolder
-from stabletrain.beside.adapters.unchanged import do_nothing, replaced, unchanged
+from stabletrain.beside.adapters.callback import IN_A_LOOP, GuardHolder, do_nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
 from stabletrain.guard.attached_guard import AttachedGuard
 

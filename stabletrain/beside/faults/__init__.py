@@ -13,12 +13,11 @@ hooks at the start of a step. With `none`, and between two faults, a step runs e
 stateless: each is a function of the planned numbers.
 """
 
-from stabletrain.beside.faults.bit_flip import BitFlip
 from stabletrain.beside.faults.in_data import Empty, Ignored, Input, Label, Poison
 from stabletrain.beside.faults.in_io import DiskFull, Kill, LostWandb
+from stabletrain.beside.faults.in_state import BitFlip, Update
 from stabletrain.beside.faults.in_step import Activation, Gradient, LearningRate
 from stabletrain.beside.faults.plan import Plan
-from stabletrain.beside.faults.update import Update
 
 __all__ = [
     "Activation",

@@ -5,12 +5,11 @@ from dataclasses import MISSING, fields
 from functools import reduce
 from typing import Any
 
-from stabletrain.beside.faults.bit_flip import BitFlip
 from stabletrain.beside.faults.in_data import Empty, Ignored, Input, Label, Poison
 from stabletrain.beside.faults.in_io import DiskFull, Kill, LostWandb
+from stabletrain.beside.faults.in_state import BitFlip, Update
 from stabletrain.beside.faults.in_step import Activation, Gradient, LearningRate
 from stabletrain.beside.faults.planned import NoFaults, Planned
-from stabletrain.beside.faults.update import Update
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.records import TrainState
 

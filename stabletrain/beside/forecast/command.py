@@ -16,8 +16,7 @@ from stabletrain.beside.comparison.reading.columns import Columns, read_columns
 from stabletrain.beside.comparison.reading.run import Run
 from stabletrain.beside.comparison.reading.runs import is_run, read_run
 from stabletrain.beside.forecast.forecast import Forecast
-from stabletrain.beside.forecast.model import fitted
-from stabletrain.beside.forecast.outlook import outlook
+from stabletrain.beside.forecast.model import fitted, outlook
 from stabletrain.errors import ConfigError
 from stabletrain.extension import HORIZON, Prediction
 from stabletrain.printable import one_line

@@ -1,7 +1,7 @@
 """Predicts trouble: when a signal of the monitors reaches its threshold, and how likely the run breaks or ends worse.
 
 Each look of the monitors adds to the series of the signals (`series.py`); a model makes a probability of them
-(`outlook.py`, `model.py`); above the model's alarm there is a prediction about the worst signal (`prediction.py`).
+(`model.py`); above the model's alarm there is a prediction about the worst signal.
 After a rollback the series are those of the restored state. The room only reads: it returns predictions, the loop acts.
 """
 
@@ -10,12 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stabletrain.beside.forecast.fixes import fixes
-from stabletrain.beside.forecast.model import Model, fitted
-from stabletrain.beside.forecast.outlook import outlook
-from stabletrain.beside.forecast.prediction import text_of
+from stabletrain.beside.forecast.model import Model, fitted, outlook
 from stabletrain.beside.forecast.series import Heights, Key, Series
-from stabletrain.beside.forecast.signals import BY_NAME
+from stabletrain.beside.forecast.signals import BY_NAME, fixes, text_of
 from stabletrain.errors import ConfigError
 from stabletrain.extension import NoForecast, Prediction
 

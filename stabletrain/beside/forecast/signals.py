@@ -1,4 +1,4 @@
-"""The signals of a forecast: what each measures, the value at which trouble begins, and the fix.
+"""The signals of a forecast: what each measures, the value at which trouble begins, the fix, and its line.
 
 A signal's height is `log(value)` or `value`, with the sign turned if trouble lies below. Its level says how far it has
 come from the values of healthy runs to its threshold:
@@ -6,11 +6,17 @@ come from the values of healthy runs to its threshold:
     level = (height - height of healthy) / (height of threshold - height of healthy)        0: healthy, 1: threshold
 
 The healthy value of each signal is measured: it is a quantile over runs without trouble (`model.json`).
+
+A prediction names the signal's fixes, without those that the run already has or would refuse.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from stabletrain.extension import Prediction
 
 TINY = 1e-30
 """Smallest number whose logarithm is taken."""
@@ -174,3 +180,67 @@ SIGNALS = (
 """All signals."""
 
 BY_NAME: dict[str, Signal] = {signal.name: signal for signal in SIGNALS}
+
+
+def text_of(found: Prediction, signal: Signal, slope: float, healthy: float) -> str:
+    """Returns a prediction as one line, without the step.
+
+    Args:
+        found: the prediction.
+        signal: its signal.
+        slope: change of the signal's height a step.
+        healthy: the value up to which runs without trouble go.
+    """
+    what = f"{signal.text}{f' of {found.place}' if found.place else ''}"
+    verb = "fall" if signal.falls else "rise"
+    if signal.log and slope > 0:
+        verb = f"{'halve' if signal.falls else 'double'} every {math.log(2) / slope:,.0f} steps"
+    if math.isfinite(found.at):
+        when = f"near step {found.at:,.0f} ({found.low:,.0f}-{found.high:,.0f})"
+        first = f"{what} {verb} and reach {signal.threshold:g} {when}"
+    elif signal.level(signal.height(found.value), healthy) >= 1:
+        first = f"{what} are {found.value:.3g}, beyond {signal.threshold:g}"
+    else:
+        first = f"{what} are {found.value:.3g}, of healthy runs {'at least' if signal.falls else 'at most'} {healthy:g}"
+    often = f"{min(99, round(100 * found.probability))} of 100 runs like this break or end worse"
+    return f"{first}; {often}; fix: {found.fix[0]}" if found.fix else f"{first}; {often}"
+
+
+EITHER = ("qknorm", "qkclip")
+"""Groups of which a run may use one: the other one is refused."""
+
+
+def fixes(signal: Signal, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns fixes, best first; a fix is one override, or several with blanks between them.
+
+    Args:
+        signal: what is in trouble.
+        choices: the option of each config group; empty if not known.
+        optimizer: the keys of the chosen optimizer; empty if not known.
+    """
+    together = ((filled_in(word, choices, optimizer) for word in fix.split()) for fix in signal.fix)
+    found = [" ".join(filter(None, words)) for words in together]
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def filled_in(fix: str, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> str:
+    """Returns one override with its value filled in; empty if the run already has it or would refuse it."""
+    key, _, value = fix.partition("=")
+    group, _, name = key.partition(".")
+    if not name:
+        return fix if helps(group, value, choices) else ""
+    if name not in optimizer or ("{" not in value and optimizer[name] == json.loads(value)):
+        return ""
+    return fix.format(lr=f"{optimizer['lr'] / 3:.2g}") if "{lr}" in fix else fix
+
+
+def helps(group: str, option: str, choices: Mapping[str, str]) -> bool:
+    """Returns whether an option is neither what the run has nor refused beside its other options."""
+    chosen = choices.get(group)
+    if group in EITHER:
+        return all(choices.get(each, "none") == "none" for each in EITHER)
+    if group == "optimizer":
+        return chosen in (None, "adamw")
+    if group == "init":  # the GPTs' own
+        return chosen != option and choices.get("model", "gpt").startswith("gpt")
+    return chosen != option

@@ -46,7 +46,7 @@ class ArmJob:
         # An arm that has no checkpoint yet begins anew, in an empty folder.
         lines += ["esac", f'notes_folder={shlex.quote(str(folder))}/"$SLURM_ARRAY_TASK_ID"']
         lines.append(f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}")
-        lines += last_lines(job, self.request, '-m stabletrain.beside.whatif.task "$notes_folder/arm_run.json"')
+        lines += last_lines(job, self.request, '-m stabletrain.beside.whatif.arm_run "$notes_folder/arm_run.json"')
         return "\n".join(lines) + "\n"
 
 

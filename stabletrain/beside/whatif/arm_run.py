@@ -1,13 +1,19 @@
 """One arm up to a step, as a run in this process: its command line, its folder, and why it could not be built.
 
 An arm that was interrupted goes on from its newest checkpoint.
+
+A task of an array job runs one: `python -m stabletrain.beside.whatif.arm_run <file>`. The file is JSON. With the same
+number of threads an arm has the same bits as in the process that wrote the file.
 """
 
+import json
+import os
 import shutil
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypedDict
 
 from stabletrain.beside.whatif.arms import Arm
 from stabletrain.beside.whatif.base import KEEP_ONE_CHECKPOINT, QUIET_OVERRIDES, BaseRun
@@ -15,9 +21,11 @@ from stabletrain.beside.whatif.job import train_until
 from stabletrain.beside.whatif.outcome import REFUSED, is_over
 from stabletrain.beside.whatif.start import has_checkpoint
 from stabletrain.config.arguments import Arguments
+from stabletrain.config.resuming import Settings
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.printable import say
+from stabletrain.stored.json_files import read_record
 from stabletrain.tracking.metrics import replace
 from stabletrain.trainer.run import TrainingRun
 
@@ -104,3 +112,46 @@ def run_in_process(run: ArmRun, threads: int) -> None:
     except StabletrainError as error:
         say(f"{run.arm.name}: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+class ArmRunRecord(TypedDict):
+    """The content of the file: the fields of an `ArmRun`, and the number of threads."""
+
+    base: dict[str, Any]
+    arm: dict[str, Any]
+    start: str
+    folder: str
+    stop: int
+    threads: int
+
+
+def write_arm_run(run: ArmRun, threads: int, file: Path) -> None:
+    """Writes an arm and its number of threads to a file."""
+    replace(file, json.dumps({**asdict(run), "threads": threads}, default=os.fspath, indent=2) + "\n")
+
+
+def read_arm_run(file: Path) -> tuple[ArmRun, int]:
+    """Reads an arm and its number of threads.
+
+    Raises:
+        DamagedFile: the file is missing, or does not hold them.
+    """
+    found: dict[str, Any] = dict(read_record(file, ArmRunRecord))
+    threads = found.pop("threads")
+    # Every field goes back to where it came from, also those that an arm may get later.
+    base: dict[str, Any] = {**found["base"], "run": Path(found["base"]["run"])}
+    base |= {"arguments": Arguments(*base["arguments"]), "settings": Settings(*base["settings"])}
+    base["changes"] = tuple(base["changes"])
+    arm: dict[str, Any] = {**found["arm"]}
+    arm |= {name: tuple(arm[name]) for name in ("overrides", "states")}
+    found |= {
+        "base": BaseRun(**base),
+        "arm": Arm(**arm),
+        "start": Path(found["start"]),
+        "folder": Path(found["folder"]),
+    }
+    return ArmRun(**found), threads
+
+
+if __name__ == "__main__":
+    run_in_process(*read_arm_run(Path(sys.argv[1])))

@@ -16,7 +16,7 @@
 | fp32, bf16 | a precision with a larger range |
 
 The fixes that the diagnosis or the forecast names come first. Whether an arm applies is decided by the checks of a
-configuration and by the table of resumes (`judging.py`); here stands only what neither of them can know.
+configuration and by the table of resumes (`plan.py`); here stands only what neither of them can know.
 """
 
 import re
@@ -104,7 +104,7 @@ def catalogue(
         precision: in which it computes; `auto` has chosen one.
         step: of the state from which the arms start.
         last: the last step of the trouble.
-        states: the steps of the last healthy states, see `averaging.py`.
+        states: the steps of the last healthy states, see `edits.py`.
         usual: the learning rate that the option of `optimizer` has by itself; None if not known.
     """
     narrow = f"the run computes in {precision}, whose range is as large"

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict, runtime_checkable
 
-from stabletrain.beside.whatif.arm_run import ArmRun
+from stabletrain.beside.whatif.arm_run import ArmRun, write_arm_run
 from stabletrain.beside.whatif.outcome import REFUSED
-from stabletrain.beside.whatif.task import write_arm_run
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 from stabletrain.machine.signals import StopRequest
 from stabletrain.machine.slurm import FINAL_STATES, sbatch, scancel, states

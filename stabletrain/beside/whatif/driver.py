@@ -1,7 +1,10 @@
-"""Carries out the plan of a what-if: the start, the rounds, the other seeds, the ranking.
+"""The command `stabletrain whatif`: from what the user typed to the ranking.
 
-`WhatIf` runs all arms. `BudgetedWhatIf` (`budget.py`) is the same within a budget of steps, for a run that heals
-itself.
+Everything lies in `<run>/whatif/step-XXXXXXXX/`, named after the state from which the arms start: `start/` with the
+state, a run folder for each arm, `whatif.json` and `whatif.html`. The same command goes on with what is there.
+
+`WhatIf` carries out the plan: the start, the rounds, the other seeds, the ranking. It runs all arms. `BudgetedWhatIf`
+(`budget.py`) is the same within a budget of steps, for a run that heals itself.
 """
 
 import dataclasses
@@ -18,18 +21,18 @@ from typing import Any, TypedDict
 from stabletrain.beside.whatif.arm_run import ArmRun
 from stabletrain.beside.whatif.arms import Arm
 from stabletrain.beside.whatif.array import ArmArray
-from stabletrain.beside.whatif.averaging import MissingState
-from stabletrain.beside.whatif.opening import seeds_text
+from stabletrain.beside.whatif.edits import MissingState
+from stabletrain.beside.whatif.opening import opening, seeds_text
 from stabletrain.beside.whatif.outcome import Outcome, StartFacts, read_outcome, start_facts
-from stabletrain.beside.whatif.plan import MIN_BATCHES, Plan
+from stabletrain.beside.whatif.page import write_whatif_page
+from stabletrain.beside.whatif.plan import MIN_BATCHES, Plan, WhatIfOptions, plan
 from stabletrain.beside.whatif.ranking import Ranking, finalists, rank, to_reference
-from stabletrain.beside.whatif.report import WhatIfResult, ending
-from stabletrain.beside.whatif.rounds import run_arms
-from stabletrain.beside.whatif.seeds import with_other_seeds
+from stabletrain.beside.whatif.report import WhatIfResult, about_table, command, ending, rows, table, write_json
+from stabletrain.beside.whatif.rounds import run_arms, with_other_seeds
 from stabletrain.beside.whatif.start import prepare, start_of
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.data.order import position
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, Interrupted
 from stabletrain.parallel.ranks import Ranks, current_ranks, run_on_main
 from stabletrain.printable import one_line, say
 from stabletrain.stored.json_files import DamagedFile, read_record
@@ -240,3 +243,28 @@ def locked(folder: Path) -> Generator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def whatif(options: WhatIfOptions) -> None:
+    """Runs a what-if, and prints the result.
+
+    Raises:
+        ConfigError: it cannot be run as the options say.
+        Interrupted: a signal arrived; the same command goes on.
+    """
+    if current_ranks().launched:
+        raise ConfigError("the arms run in one process each; fix: run stabletrain whatif without torchrun")
+    planned = plan(options)
+    say(opening(planned, options), flush=True)
+    with locked(planned.folder):
+        try:
+            result = WhatIf(planned, options.jobs, options.slurm).run()
+        except Interrupted:
+            raise Interrupted("the what-if was stopped, its states are saved; fix: type it again", saved=True) from None
+    say(f"\n{table(rows(result))}\n")
+    for line in (*about_table(result), result.ranking.verdict):
+        say(one_line(line))
+    if typed := command(result):
+        say(f"continue {typed}")
+    say(f"page     {write_whatif_page(result)}")
+    say(f"numbers  {write_json(result)}")

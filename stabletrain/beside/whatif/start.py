@@ -23,9 +23,15 @@ from statistics import median
 from typing import Any
 
 from stabletrain.beside.whatif.arms import Arm
-from stabletrain.beside.whatif.averaging import EARLIER_STATES, MAX_STATES, executed_steps, states_at, written_before
 from stabletrain.beside.whatif.base import QUIET_OVERRIDES, BaseRun
-from stabletrain.beside.whatif.edits import apply_edit
+from stabletrain.beside.whatif.edits import (
+    EARLIER_STATES,
+    MAX_STATES,
+    apply_edit,
+    executed_steps,
+    states_at,
+    written_before,
+)
 from stabletrain.beside.whatif.job import train_until
 from stabletrain.beside.whatif.trouble import Trouble
 from stabletrain.checkpoint.folder import Folder, find

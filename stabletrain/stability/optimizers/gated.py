@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 # Once a second moment is Inf it stays Inf, and its coordinate never moves again. The guard skips updates with a norm
-# above 1e18 (`guard/limits.py`), so it matters only without a guard.
+# above 1e18 (`guard/policy/limits.py`), so it matters only without a guard.
 LARGEST_GRADIENT = 1.8e19
 """Bound of each gradient value, so that its square is finite in fp32."""
 

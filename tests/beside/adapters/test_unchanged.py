@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.beside.adapters.unchanged import LARGEST_COPIED, do_nothing, replaced, unchanged
+from stabletrain.beside.adapters.callback import LARGEST_COPIED, do_nothing, replaced, unchanged
 
 
 class Holder(nn.Module):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from stabletrain.beside.export.folder import new_folder
+from stabletrain.beside.export.command import new_folder
 from stabletrain.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from stabletrain.beside.export import to_onnx, to_safetensors, to_transformers
-from stabletrain.beside.export.folder import EXPORT_FILES
+from stabletrain.beside.export.command import EXPORT_FILES
 from stabletrain.beside.export.to_onnx import Onnx
 from stabletrain.beside.export.to_safetensors import Safetensors
 from stabletrain.beside.export.to_torchvision import Torchvision

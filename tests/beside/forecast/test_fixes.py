@@ -2,8 +2,7 @@
 
 import pytest
 
-from stabletrain.beside.forecast.fixes import fixes
-from stabletrain.beside.forecast.signals import BY_NAME, SIGNALS
+from stabletrain.beside.forecast.signals import BY_NAME, SIGNALS, fixes
 from stabletrain.config.checks import check
 from stabletrain.config.make import plain
 from tests.runs import composed

@@ -10,8 +10,7 @@ import pytest
 
 from stabletrain.beside.forecast import forecast as room
 from stabletrain.beside.forecast.forecast import Forecast
-from stabletrain.beside.forecast.model import fitted
-from stabletrain.beside.forecast.outlook import outlook
+from stabletrain.beside.forecast.model import fitted, outlook
 from stabletrain.beside.forecast.signals import SIGNALS
 from stabletrain.errors import ConfigError
 from stabletrain.extension import NoForecast

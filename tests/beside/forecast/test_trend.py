@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stabletrain.beside.forecast.trend import trends
+from stabletrain.beside.forecast.series import trends
 
 STEPS = np.array([0.0, 25, 50, 75, 100, 130, 150, 175, 200, 225, 250, 300])
 

@@ -32,7 +32,7 @@ def asked(tmp_path, monkeypatch):
     stand_in(tmp_path, "sbatch", "exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     got = []
-    monkeypatch.setattr("stabletrain.beside.whatif.command.whatif", got.append)
+    monkeypatch.setattr("stabletrain.beside.whatif.driver.whatif", got.append)
 
     def asked(*words):
         assert main(["whatif", "runs/a b", *words, "--cluster", str(tmp_path / "cluster.conf")]) == 0
@@ -88,7 +88,9 @@ def test_a_task_is_given_its_file_and_the_folder_of_its_arm(tmp_path):
             ["bash"], input=script, cwd=tmp_path, env={**os.environ, **given, "SLURM_RESTART_COUNT": str(start)},
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
-        assert f"ran {ROOT}:mine|-m stabletrain.beside.whatif.task {array}/1/arm_run.json\n" in done.stdout, done.stderr
+        assert f"ran {ROOT}:mine|-m stabletrain.beside.whatif.arm_run {array}/1/arm_run.json\n" in done.stdout, (
+            done.stderr
+        )
         (home / "lr_half").rmdir()  # an arm without a checkpoint begins anew: nothing of job.sh may lie there
     assert (array / "1" / "slurm.without_step").read_text() == "2\n"
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from stabletrain.beside.whatif import arm_run, array
-from stabletrain.beside.whatif.arm_run import ArmRun, run_arm
+from stabletrain.beside.whatif.arm_run import ArmRun, read_arm_run, run_arm
 from stabletrain.beside.whatif.arms import Arm
 from stabletrain.beside.whatif.base import read_base
 from stabletrain.beside.whatif.rounds import run_arms
-from stabletrain.beside.whatif.task import read_arm_run
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 from tests.beside.whatif.test_rounds import SLOWER, losses
 

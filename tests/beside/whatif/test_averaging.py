@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stabletrain.beside.whatif.arms import Arm, mean_of_states
-from stabletrain.beside.whatif.averaging import EARLIER_STATES, averaged_steps, mean_weights, states_at
 from stabletrain.beside.whatif.base import read_base
+from stabletrain.beside.whatif.edits import EARLIER_STATES, averaged_steps, mean_weights, states_at
 from stabletrain.beside.whatif.start import find_origin, prepare, start_of
 from stabletrain.checkpoint.folder import find
 from stabletrain.errors import ConfigError

@@ -12,9 +12,9 @@ from stabletrain.beside.comparison.pages.charts import chart_data
 from stabletrain.beside.comparison.reading.runs import read_run
 from stabletrain.beside.whatif import driver, healing
 from stabletrain.beside.whatif.arms import Arm
-from stabletrain.beside.whatif.averaging import MissingState
 from stabletrain.beside.whatif.base import BaseRun
 from stabletrain.beside.whatif.budget import FROM_0, BudgetedWhatIf
+from stabletrain.beside.whatif.edits import MissingState
 from stabletrain.beside.whatif.halts import Halt, HaltHistory, Healing, read_halt_history
 from stabletrain.beside.whatif.plan import Plan
 from stabletrain.beside.whatif.start import Origin

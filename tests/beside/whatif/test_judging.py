@@ -7,7 +7,7 @@ import pytest
 import stabletrain
 from stabletrain.beside.whatif.arms import Arm, catalogue, own_arm, with_fixes
 from stabletrain.beside.whatif.base import read_base
-from stabletrain.beside.whatif.judging import judge_all, judged, usual_lr
+from stabletrain.beside.whatif.plan import judge_all, judged, usual_lr
 from stabletrain.config.arguments import Arguments
 from stabletrain.errors import ConfigError
 from tests.runs import TINY_RESNET

@@ -69,7 +69,7 @@ def test_the_numbers_of_each_seed_are_in_the_file(done):
 @pytest.mark.slow
 def test_the_same_command_runs_nothing_again(done, monkeypatch, capsys):
     first = json.loads((done / "whatif.json").read_text())
-    for place in ("arm_run", "start", "seeds"):
+    for place in ("arm_run", "start", "rounds"):
         monkeypatch.setattr(f"stabletrain.beside.whatif.{place}.train_until", None)
     assert main(["whatif", str(done.parent.parent), *TYPED]) == 0
     assert json.loads((done / "whatif.json").read_text()) == first

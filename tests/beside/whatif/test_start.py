@@ -13,8 +13,7 @@ from stabletrain.beside.whatif.base import read_base
 from stabletrain.beside.whatif.edits import apply_edit, lowered_rate, skipped_span
 from stabletrain.beside.whatif.opening import origin_text
 from stabletrain.beside.whatif.start import Origin, check_repeatable, find_origin, prepare, start_of
-from stabletrain.beside.whatif.target import Target
-from stabletrain.beside.whatif.trouble import Trouble, find_trouble
+from stabletrain.beside.whatif.trouble import Target, Trouble, find_trouble
 from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.tree import flatten
 from stabletrain.errors import ConfigError

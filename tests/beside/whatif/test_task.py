@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from stabletrain.beside.whatif.arm_run import ArmRun
+from stabletrain.beside.whatif.arm_run import ArmRun, read_arm_run, write_arm_run
 from stabletrain.beside.whatif.arms import Arm
 from stabletrain.beside.whatif.base import read_base
-from stabletrain.beside.whatif.task import read_arm_run, write_arm_run
 from stabletrain.stored.json_files import DamagedFile
 
 

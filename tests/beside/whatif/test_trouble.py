@@ -5,8 +5,16 @@ import shutil
 
 import pytest
 
-from stabletrain.beside.whatif.target import Target, find_target
-from stabletrain.beside.whatif.trouble import MAX_GAP, Event, clusters, events_of, find_trouble, trouble_of
+from stabletrain.beside.whatif.trouble import (
+    MAX_GAP,
+    Event,
+    Target,
+    clusters,
+    events_of,
+    find_target,
+    find_trouble,
+    trouble_of,
+)
 from stabletrain.errors import ConfigError
 from tests.runs import ROOT
 

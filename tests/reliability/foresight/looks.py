@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stabletrain.beside.forecast.forecast import Forecast
-from stabletrain.beside.forecast.model import Model
-from stabletrain.beside.forecast.outlook import Outlook, outlook
+from stabletrain.beside.forecast.model import Model, Outlook, outlook
 from stabletrain.beside.forecast.series import Heights, Key
 from tests.reliability.foresight.cases import all_cases
 from tests.reliability.foresight.events import Run, crossings, runs_of

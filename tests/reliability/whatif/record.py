@@ -22,11 +22,10 @@ from stabletrain.beside.whatif.arms import NOTHING
 from stabletrain.beside.whatif.base import read_base
 from stabletrain.beside.whatif.budget import FROM_0
 from stabletrain.beside.whatif.driver import WhatIf, ranked
-from stabletrain.beside.whatif.judging import usual_lr
 from stabletrain.beside.whatif.outcome import Outcome, start_facts
-from stabletrain.beside.whatif.plan import WhatIfOptions, plan
+from stabletrain.beside.whatif.plan import WhatIfOptions, plan, usual_lr
 from stabletrain.beside.whatif.ranking import RankedArm
-from stabletrain.beside.whatif.seeds import with_other_seeds
+from stabletrain.beside.whatif.rounds import with_other_seeds
 from stabletrain.beside.whatif.statistics import paired
 from stabletrain.cli.train import build_and_train
 from stabletrain.config.arguments import parse_arguments

@@ -1,19 +1,59 @@
-"""Trains one run of a sweep as a job of Hydra. If the run fails, the others go on."""
+"""A sweep that a command has started, and its runs as jobs of Hydra: if one fails, the others go on."""
 
 import math
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
-from stabletrain.beside.sweep.member import Member
+from stabletrain.beside.sweep import lines, plan
+from stabletrain.beside.sweep.member import Member, stopping_all
 from stabletrain.cli.failures import RunOfSearchFailed, record_failure, report_error
 from stabletrain.cli.finished import loss_of
 from stabletrain.cli.train import build_and_train
+from stabletrain.config.arguments import Arguments
 from stabletrain.config.checks import check
 from stabletrain.errors import Interrupted, NotSaved, TrainingHalted
-from stabletrain.extension import NoPage, extension
+from stabletrain.extension import NoPage, NoSweep, extension
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.parallel.ranks import current_ranks, exit_together, run_on_main
+
+
+@dataclass(frozen=True)
+class StartedSweep(NoSweep):
+    """A sweep that has started.
+
+    Attributes:
+        sweep: as `sweep.json` records it.
+    """
+
+    sweep: plan.Sweep
+
+    def opening(self) -> str:
+        """Returns the number of runs, the folder, and how many runs are done already."""
+        return lines.opening(self.sweep)
+
+    def listening(self) -> AbstractContextManager[Any]:
+        """Returns a context in which a signal stops all runs."""
+        # The runs of a parallel sweep ignore signals from outside: this process passes them on.
+        return nullcontext() if self.sweep.launcher == "basic" else stopping_all(self.sweep.folder)
+
+    def closing(self) -> str:
+        """Returns the summary, if any run has started."""
+        return lines.closing(self.sweep) if self.sweep.records() else ""
+
+    def exit_code(self) -> int:
+        """Returns the exit code of the first run that did not finish."""
+        return lines.code(self.sweep)
+
+
+def start_sweep(typed: Arguments, config_dir: Path) -> tuple[NoSweep, Arguments]:
+    """Records the sweep that a command line asks for, if any; see `plan.start_sweep`."""
+    sweep, arguments = plan.start_sweep(typed, config_dir)
+    return NoSweep() if sweep is None else StartedSweep(sweep), arguments
 
 
 def run_of_sweep(cfg: DictConfig) -> float:
