@@ -6,6 +6,7 @@ import pytest
 
 from tests.reliability.finite import store
 from tests.reliability.finite.cases import Case
+from tests.reliability.finite.replay import SLOW as SLOW_ALARMS
 from tests.reliability.finite.replay import replayed
 from tests.reliability.finite.score import aims, by_kind, report, scored
 from tests.runs import ROOT
@@ -71,18 +72,22 @@ def test_the_report_has_each_run():
 
 
 def test_recordings_come_back_reduced(tmp_path):
-    series = {"loss": [2.123456789, math.nan, 3.0], "weights": [12.3456789, math.inf, 0.0]}
-    for recording in (made(SHUFFLED, series=series), made(SLOW, series=series)):
+    series = {"loss": [2.123456789, math.nan, 3.0], "weights": [12.3456789, math.inf, 0.0], "buffers": [1.0, 1.0, 1.0]}
+    kept = Case("faulty", "gpt", "fp32", 3, "labels_shuffled")
+    for recording in (made(kept, series=series), made(SLOW, series=series)):
         store.append(tmp_path / "work", recording)
     with (tmp_path / "work" / "faulty_alarm.jsonl").open("a") as file:
         file.write('{"name": "half')  # a kill in the middle of a write
-    store.append(tmp_path / "work", made(CHEAP))
+    store.append(tmp_path / "work", made(CHEAP, 2.01))
     (file,) = store.pack(store.read(tmp_path / "work"), tmp_path / "packed")
     found = {one["name"]: one for one in store.read(file.parent)}
-    assert list(found) == sorted([SHUFFLED.name, SLOW.name, CHEAP.name])
-    loss, weights = found[SHUFFLED.name]["series"].values()
+    assert list(found) == [CHEAP.name, SLOW.name, kept.name]
+    loss, weights = found[kept.name]["series"].values()
     assert (loss[0], loss[2], weights[:2]) == (2.1235, 3.0, [12.34568, math.inf])
     assert math.isnan(loss[1])
+    assert found[kept.name]["val"] == [[20, 2.0]]
+    assert found[CHEAP.name]["final"] == 2.01
+    assert not any(found[case.name][name] for case in (SLOW, CHEAP) for name in ("series", "val"))
 
 
 def recorded(loss):
@@ -107,11 +112,24 @@ def test_recordings_are_judged_again_by_the_present_search_for_slow_spikes():
     assert [*replayed([acted])] == [acted]
 
 
-@pytest.mark.slow
+def test_the_present_search_for_slow_spikes_says_what_the_committed_recordings_say():
+    judged = [one for one in store.read(store.COMMITTED) if one["series"]]
+    assert len(judged) == 40
+    assert sum(kind in SLOW_ALARMS for one in judged for _, event, kind in one["events"]) > 40
+    for one, again in zip(judged, replayed(judged), strict=True):
+        assert again["events"] == one["events"], one["name"]
+
+
 def test_the_page_says_what_the_committed_recordings_score():
-    found = [*replayed(store.read(store.COMMITTED))]
+    found = [*store.read(store.COMMITTED)]
     page = (ROOT / "docs" / "reliability.md").read_text()
     lines = [*aims(scored(found)), *("| " + " | ".join(row) + " |" for row in by_kind(scored(found)))]
     assert len(lines) > 70
     for line in lines:
         assert line in page
+
+
+def test_the_page_says_how_long_the_recordings_take():
+    found = [*store.read(store.COMMITTED)]
+    hours = sum(one["seconds"] for one in found) / 3600
+    assert f"{len(found):,} runs, {hours:.1f} hours of CPU time" in (ROOT / "docs" / "reliability.md").read_text()

@@ -1,11 +1,14 @@
 """Tests of the proof of the what-if, `tests/reliability/whatif/`."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from tests.reliability.whatif.__main__ import CASES, CLEAN
+from tests.reliability.whatif.__main__ import CASES, CLEAN, COMMITTED
 from tests.reliability.whatif.cases import FAMILIES, LOWER_RATE, Case, Drawn, all_cases, clean_cases, drawn
 from tests.reliability.whatif.record import is_right, last_of_each, record
-from tests.reliability.whatif.runs import read
+from tests.reliability.whatif.runs import pack, read
 from tests.reliability.whatif.score import (
     beats_the_right_ones,
     distance,
@@ -115,11 +118,20 @@ def test_a_lead_holds_if_the_winner_is_ahead_with_a_seed_that_did_not_choose_it(
 
 def test_the_page_has_the_results_of_the_committed_recordings() -> None:
     page = (ROOT / "docs" / "whatif.md").read_text()
-    cases, clean = read(CASES), read(CLEAN)
+    cases, clean = read(COMMITTED / CASES), read(COMMITTED / CLEAN)
     assert len(clean) == len(clean_cases())
     assert {each["case"] for each in cases} <= {case.name for case in all_cases()}
     for part in results(cases, clean).split("\n\n"):
         assert part.strip() in page, "put what `score` prints into docs/whatif.md"
+
+
+def test_recordings_survive_packing(tmp_path: Path) -> None:
+    made = [recording(lr_half=arm(0, 0, 0)) | {"case": f"rate/{number}"} for number in (1, 0)]
+    (tmp_path / CASES).write_text("".join(json.dumps(each) + "\n" for each in made))
+    pack(tmp_path / CASES, tmp_path / "packed")
+    assert [file.name for file in (tmp_path / "packed").iterdir()] == ["cases.jsonl.xz"]
+    assert read(tmp_path / "packed" / CASES) == made[::-1]
+    assert read(tmp_path / "packed" / CLEAN) == []
 
 
 @pytest.mark.slow

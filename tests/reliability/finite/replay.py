@@ -1,7 +1,8 @@
 """Recordings judged again by the present search for slow spikes, without a new run.
 
 An alarm changes nothing in a run, so its recorded series are what a changed detector would have seen. Everything else
-that was said stays as it was recorded. Runs with ways back cannot be replayed: record them again.
+that was said stays as it was recorded, and so does a recording without series. Runs with ways back cannot be replayed:
+record them again.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ NOTHING = Reading(**dict.fromkeys(Reading._fields, 0.0))
 def replayed(found: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields the recordings of runs without ways back, with the alarms that the present code would raise."""
     for one in found:
-        if one["mode"] == "alarm" and one["status"] != "crashed":
+        if one["mode"] == "alarm" and one["series"]:
             others = [event for event in one["events"] if event[2] not in SLOW]
             yield {**one, "events": sorted([*others, *alarms(one)], key=lambda event: event[0])}
         else:

@@ -1,7 +1,8 @@
 """Recordings on disk: one JSON object a line, while the campaign runs; compressed, to be committed.
 
-Numbers keep five significant digits, the lengths of weights seven. The lines of a setting lie together: a faulty run
-equals its clean partner until the fault, and LZMA stores that part once.
+Numbers keep five significant digits, the lengths of weights seven. What is committed is what the tables are computed
+from: events, final loss and digest of each run. The series of each step are kept only of the runs that `keeps_series`
+names; the others' are made again by `record`.
 """
 
 import json
@@ -14,6 +15,8 @@ from typing import Any
 
 COMMITTED = Path(__file__).parent / "recordings"
 DIGITS = {"weights": 7}
+JUDGED = ("loss", "grad_norm", "lr", "update", "weights")
+"""The series that slow spikes are searched in."""
 
 
 def reduced(recording: dict[str, Any]) -> dict[str, Any]:
@@ -62,12 +65,28 @@ def append(folder: Path, recording: dict[str, Any]) -> None:
         file.write(line.encode() + b"\n")
 
 
+def keeps_series(one: dict[str, Any]) -> bool:
+    """Whether a run is committed with its series: faults of training in fp32 with one seed, and their partners.
+
+    A test judges these again, and fails if the search for slow spikes has changed.
+    """
+    of_training = one["part"] == "partner" or one.get("group") == "training"
+    return one["mode"] == "alarm" and of_training and (one["precision"], one["seed"]) == ("fp32", 3)
+
+
+def committed(one: dict[str, Any]) -> dict[str, Any]:
+    """Returns a recording as it is committed."""
+    if keeps_series(one):
+        return {**one, "series": {name: values for name, values in one["series"].items() if name in JUDGED}}
+    return {**one, "series": {}, "val": []}
+
+
 def pack(found: Iterable[dict[str, Any]], folder: Path) -> list[Path]:
     """Writes recordings compressed, a file for each part, sorted so that similar ones are neighbours."""
     folder.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[dict[str, Any]]] = {}
     for recording in {one["name"]: one for one in found}.values():  # a crashed run may have been made again
-        groups.setdefault(f"{recording['part']}_{recording['mode']}", []).append(reduced(recording))
+        groups.setdefault(f"{recording['part']}_{recording['mode']}", []).append(reduced(committed(recording)))
     files = []
     for name, group in sorted(groups.items()):
         group.sort(key=lambda one: (one["model"], one["precision"], one["seed"], one["name"]))

@@ -1,8 +1,10 @@
-"""`python -m tests.reliability.whatif [record|clean|score]`: see docs/whatif.md.
+"""`python -m tests.reliability.whatif [record|clean|pack|score]`: see docs/whatif.md.
 
-record --processes 2      runs the cases that have no recording yet, in their order; may be stopped and started again
+record --processes 2      runs the cases that have no recording in outputs/whatif, in their order: about 70 minutes;
+                          may be stopped and started again
 clean --processes 2       the same for ordinary runs
-score                     prints the tables of docs/whatif.md (default)
+pack                      compresses the recordings of outputs/whatif, to be committed
+score                     prints the tables of docs/whatif.md (default), from the committed recordings or --from a folder
 """
 
 import argparse
@@ -10,27 +12,32 @@ import sys
 from pathlib import Path
 
 from tests.reliability.whatif.cases import all_cases, clean_cases
-from tests.reliability.whatif.runs import read, run_all
+from tests.reliability.whatif.runs import pack, read, run_all
 
-RECORDINGS = Path(__file__).parent / "recordings"
-CASES, CLEAN = RECORDINGS / "cases.jsonl", RECORDINGS / "clean.jsonl"
+WORK, COMMITTED = Path("outputs/whatif"), Path(__file__).parent / "recordings"
+CASES, CLEAN = "cases.jsonl", "clean.jsonl"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.reliability.whatif", description=__doc__)
-    parser.add_argument("command", nargs="?", default="score", choices=["record", "clean", "score"])
+    parser.add_argument("command", nargs="?", default="score", choices=["record", "clean", "pack", "score"])
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=1e9, help="no further case is begun after this time")
+    parser.add_argument("--from", dest="source", type=Path, default=COMMITTED, help="folder of the recordings to score")
     given = parser.parse_args(arguments)
     if given.command == "score":
         from tests.reliability.whatif.score import results
 
-        print(results(read(CASES), read(CLEAN)))
+        print(results(read(given.source / CASES), read(given.source / CLEAN)))
+        return 0
+    if given.command == "pack":
+        for name in (CASES, CLEAN):
+            pack(WORK / name, COMMITTED)
         return 0
     clean = given.command == "clean"
     cases, file = (clean_cases(), CLEAN) if clean else (all_cases(), CASES)
-    return run_all(cases, file, given.processes, given.minutes)
+    return run_all(cases, WORK / file, given.processes, given.minutes)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Runs cases in several processes; a case that has a recording is not run again."""
 
 import json
+import lzma
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ def run_all(cases: Sequence[Case], file: Path, processes: int, minutes: float) -
     done = {found["case"] for found in read(file)}
     missing = [case for case in cases if case.name not in done]
     end, failed = time.time() + 60 * minutes, 0
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=12) as pool, file.open("a") as lines:
         tasks = ((case, end) for case in missing)
         for number, (name, found) in enumerate(pool.imap_unordered(run_one, tasks), 1):
@@ -44,6 +45,21 @@ def run_one(task: tuple[Case, float]) -> tuple[str, dict[str, Any] | str]:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns the recordings of a file, in the order of their names."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return sorted(map(json.loads, lines), key=lambda found: found["case"])
+    """Returns the recordings of a file, or of the compressed one beside it, in the order of their names."""
+    packed = packed_file(file.parent, file)
+    text = (
+        file.read_text() if file.exists() else lzma.decompress(packed.read_bytes()).decode() if packed.exists() else ""
+    )
+    return sorted(map(json.loads, text.splitlines()), key=lambda found: found["case"])
+
+
+def pack(file: Path, folder: Path) -> None:
+    """Writes the recordings of a file compressed into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(found) + "\n" for found in read(file))
+    packed_file(folder, file).write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def packed_file(folder: Path, file: Path) -> Path:
+    """Returns where the compressed recordings of a file lie in a folder."""
+    return folder / f"{file.name}.xz"
