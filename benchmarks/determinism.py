@@ -11,12 +11,12 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from workloads import WORKLOADS
 
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import Seeded, Strict
@@ -24,6 +24,9 @@ from stabletrain.monitors.tensor_norms import measure
 from stabletrain.records import Batch
 from stabletrain.stability import precision
 from stabletrain.stability.objective import CrossEntropy
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
+from tests.workloads import WORKLOADS
 
 
 def measured(

@@ -7,13 +7,14 @@ Only head and loss run, on 8 x 1024 random features of width 768 and a vocabular
 `loss_chunk=auto` takes on this device. The kinds alternate. A compiled kind is compiled in the rounds that warm up.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from measuring import Clock, command_line, head, in_turns, machine, modes, quartiles, ratios, row, save
 from torch import Tensor, nn
-from workloads import gpt, plain_tools
 
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import hardware
@@ -23,6 +24,9 @@ from stabletrain.records import Batch
 from stabletrain.stability.objective import CrossEntropy, ZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLogits, ChunkedLoss, tokens_at_once
 from stabletrain.tools import Tools
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
+from tests.workloads import gpt, plain_tools
 
 SIZES = {"full": (768, 8, 1024, 50257), "tiny": (64, 2, 128, 4001)}
 """Width, sequences, tokens in a sequence, and vocabulary."""

@@ -1,10 +1,10 @@
 """Runs for the benchmarks: built from Hydra overrides, on random data, executed one loop round at a time."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from runs import composed
 
 from stabletrain.records import Batch
 from stabletrain.step import Computed, commit, compute
@@ -14,6 +14,9 @@ from stabletrain.trainer.incidents import ExecutedStep
 from stabletrain.trainer.loop import judge_step, run_monitors
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.step_log import NOTHING
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
+from tests.runs import composed
 
 HERE = Path(__file__).parent
 

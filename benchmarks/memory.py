@@ -12,8 +12,10 @@ The target is that of the smallest automatic chunk; on a card with more memory `
 """
 
 import contextlib
+import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from workloads import gpt, plain_tools
 
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import hardware
@@ -31,6 +32,9 @@ from stabletrain.records import Batch, TrainState
 from stabletrain.stability.objective import CrossEntropy, NoZLoss, ZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss, tokens_at_once
 from stabletrain.step import compute
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
+from tests.workloads import gpt, plain_tools
 
 VOCAB, WIDTH = 50257, 768
 SMALLEST = tokens_at_once(VOCAB, torch.device("cpu"))

@@ -26,7 +26,7 @@ from targets import judged
 
 from stabletrain.machine import hardware
 
-sys.path.append(str(Path(__file__).parent.parent))  # the law's fixture is a module of the package `benchmarks`
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
 from tests.tools.fake_card import Recorder, as_if_on_a_card
 
 MODELS = {

@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from workloads import WORKLOADS, plain_tools
 
 from stabletrain.errors import ConfigError
 from stabletrain.guard.policy import NoGuard
@@ -31,6 +31,9 @@ from stabletrain.parallel.ranks import current_ranks, join_process_group, leave_
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.optimizers import AdamW
 from stabletrain.step import train_step
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
+from tests.workloads import WORKLOADS, plain_tools
 
 TIMES = 20
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs import composed
 from stabletrain.guard.checks.update_check import Checked, NoUpdateCheck, UpdateCheck
 from stabletrain.step import train_step
 from stabletrain.trainer.build import build
+from tests.runs import composed
 
 WAYS = ("unchecked", "replay", "copies")
 

@@ -1,13 +1,37 @@
-"""Runs for the tests: composed in this process from overrides, or executed as a user's command in a fork."""
+"""Runs for the tests: composed in this process from overrides, or executed as a user's command in a fork.
 
+The benchmarks compose their runs with this file, too.
+"""
+
+import contextlib
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
+
 from tests import forkserver
 
-__all__ = ["CONF", "OFF", "ROOT", "TINY_GPT", "TINY_RESNET", "command", "composed", "installed", "python"]
+ROOT = Path(__file__).parent.parent
+CONF = ROOT / "conf"
+
+TINY_GPT = [
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "data.block_size=16",
+    "batch_size=4",
+    "device=cpu",
+    "wandb=disabled",
+    "eval_batches=2",
+]
+"""A GPT whose steps take some milliseconds."""
+
+TINY_RESNET = ["model=resnet20", "data=digits", "batch_size=8", "device=cpu", "wandb=disabled", "eval_batches=2"]
+"""A ResNet on digits whose steps take some tens of milliseconds."""
 
 OFF = [
     "precision=fp32",
@@ -23,6 +47,17 @@ OFF = [
     "checkpoint=off",
 ]
 """Switches off every group that changes training."""
+
+
+@contextlib.contextmanager
+def composed(*overrides: str, config_name: str = "config") -> Iterator[DictConfig]:
+    """Context that yields a command line's configuration, with Hydra's globals as inside a job."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(config_name, list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        yield cfg
 
 
 def command(

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.runs import TINY_GPT, TINY_RESNET, command, composed
 from stabletrain.beside.faults.plan import KINDS
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint, verify
 from stabletrain.config.checks import check
@@ -34,6 +33,8 @@ from stabletrain.records import TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.reliability.commands import command
+from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 STEPS = 100
 BOUND = 0.5

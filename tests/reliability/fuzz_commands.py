@@ -28,9 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import CONF, ROOT
 from stabletrain.printable import CONTROL
 from tests.reliability.fuzz_lines import line
+from tests.runs import CONF, ROOT
 
 ENDS = {0: "worked", 2: "refused", 3: "halted"}
 """How a line may end, by exit code."""

@@ -33,8 +33,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import ROOT, TINY_GPT, command
+from tests.reliability.commands import command
 from tests.reliability.damage import copied, damage
+from tests.runs import ROOT, TINY_GPT
 
 STEPS, LONGER = 9, 12
 """Steps of the run that is made, and steps to which it is resumed."""
@@ -186,7 +187,7 @@ def job(overrides: list[str]) -> Iterator[Any]:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import read_write
 
-    from benchmarks.runs import composed
+    from tests.runs import composed
 
     with composed(*overrides) as cfg:
         runtime = HydraConfig.get().runtime
@@ -324,8 +325,8 @@ def work(base: Path, place: Path, seed: int, numbers: Any, results: Any, limit: 
     """Runs cases until there are none left, in one process."""
     import torch
 
-    from benchmarks import runs
     from stabletrain.config import composed
+    from tests import runs
 
     torch.set_num_threads(1)
     os.environ["COLUMNS"] = "200"

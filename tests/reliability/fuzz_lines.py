@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.runs import CONF, TINY_GPT, TINY_RESNET
 from stabletrain.config.make import leaves
+from tests.runs import CONF, TINY_GPT, TINY_RESNET
 
 NUMBERS = [
     *("0", "-1", "1", "2", "3", "7", "0.5", "-0.0", "1e-3", "1e3", "1e-320", "5e-324", "1e-46", "1e38", "1e39"),

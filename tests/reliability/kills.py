@@ -19,9 +19,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.runs import ROOT, TINY_GPT
 from stabletrain.tracking.metrics import read_jsonl
 from tests.reliability.ends import difference
+from tests.runs import ROOT, TINY_GPT
 
 STEPS = 300
 RUN = [

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs import TINY_GPT, TINY_RESNET, composed
 from stabletrain.errors import TrainingHalted
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.reliability.fragile import FRAGILE
+from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 MODELS = {"gpt": [*TINY_GPT], "resnet": [*TINY_RESNET, "model.depth=8", "batch_size=8"]}
 RUN = ["steps=24", "eval_every=24", "report=false", "wandb=disabled", "monitors=none", "checkpoint=off", "warmup=none"]

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import composed
 from stabletrain.config.checks import check
 from stabletrain.errors import TrainingHalted
 from stabletrain.tracking.metrics import read_jsonl
@@ -18,6 +17,7 @@ from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.reliability.finite.cases import Case
 from tests.reliability.finite.watch import Alarmed, Lengths, Watched, digest
+from tests.runs import composed
 
 SAID = ("skip", "restore", "rollback", "alarm", "halt", "divergence", "state_changed", "distrust")
 """Events that count as seen."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runs import composed
 from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.tracking.metrics import read_jsonl
@@ -27,6 +26,7 @@ from tests.reliability.foresight.events import LAST, break_of
 from tests.reliability.foresight.record import reduced
 from tests.reliability.foresight.runs import one_thread
 from tests.reliability.foresight.store import COMMITTED
+from tests.runs import composed
 
 FILE = COMMITTED / "acts.jsonl"
 """The results, one run a line."""

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.runs import composed
 from stabletrain.beside.forecast.forecast import Forecast
 from stabletrain.config.checks import check
 from stabletrain.monitors.monitors import Monitors
 from stabletrain.monitors.probe import Gradients
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.runs import composed
 
 PARTS = {
     "forecast": ((Forecast, "look"), (Forecast, "add_loss")),

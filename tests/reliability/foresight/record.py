@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runs import composed
 from stabletrain.config.checks import check
 from stabletrain.errors import TrainingHalted
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.reliability.foresight.cases import Case
+from tests.runs import composed
 
 STEPWISE = ("train/loss", "grad/norm", "guard/applied")
 """Recorded for every step."""

@@ -4,7 +4,7 @@ record --processes 2      runs the cases that have no recording in outputs/whati
                           may be stopped and started again
 clean --processes 2       the same for ordinary runs
 pack                      compresses the recordings of outputs/whatif, to be committed
-score                     prints the tables of docs/whatif.md (default), from the committed recordings or --from a folder
+score [--from FOLDER]     prints the tables of docs/whatif.md (default)
 """
 
 import argparse

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import CONF
 from stabletrain.beside.whatif.arms import NOTHING
 from stabletrain.beside.whatif.base import read_base
 from stabletrain.beside.whatif.budget import FROM_0
@@ -40,6 +39,7 @@ from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import InSweep
 from tests.reliability.whatif.cases import Case
+from tests.runs import CONF
 
 
 def record(case: Case) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from benchmarks.runs import TINY_GPT
 from stabletrain.trainer.run import TrainingRun
 from tests.reliability.zoo import parts
 from tests.reliability.zoo.install import (
@@ -25,6 +24,7 @@ from tests.reliability.zoo.install import (
     poison_moment,
     spoil_once,
 )
+from tests.runs import TINY_GPT
 
 GPT = [*TINY_GPT]
 RESNET = [

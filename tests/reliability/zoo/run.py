@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import composed
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.records import Batch
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.reliability.zoo.faults import CLEAN, GPT, RESNET, Fault
 from tests.reliability.zoo.table import ALL
+from tests.runs import composed
 
 MODELS = {"gpt": GPT, "resnet": RESNET}
 
