@@ -325,31 +325,6 @@ def test_a_missing_trainer_is_named_with_its_extra(benchmark, monkeypatch):
 GPT = ("model=gpt_nano", "model.n_layer=2", "model.n_embd=16", "model.n_head=2", "data.block_size=16", "batch_size=4")
 
 
-def test_faults_of_early_steps_are_tried_on_a_state_that_is_then_restored(benchmark, tmp_path):
-    early = benchmark("early_steps")
-    plain, tried = (early.Start(tmp_path / name, (*GPT, "precision=fp32")) for name in ("plain", "tried"))
-    series = [early.values(plain.step()) for _ in range(5)]
-    clean = [early.values(tried.step()) for _ in range(2)]
-    found = tried.with_faults()
-    assert clean + [early.values(tried.step()) for _ in range(3)] == series
-    assert found.keys() == early.FAULTS.keys() - {*early.IMAGES_ONLY}
-    assert all(readings[:3] != series[2:] for readings in found.values()), "each fault does something"
-    for start in (plain, tried):
-        start.close()
-
-
-def test_a_fault_of_early_steps_is_caught_if_a_limit_is_passed_in_time(benchmark):
-    early = benchmark("early_steps")
-    series = [[3.0, 1.0, 0.0]] * 70
-    faults = {"loud": [[3.0, 1.0, 0.0], [9.1, 1.0, 0.0]], "quiet": [[4.0, 50.0, 0.0]], "large": [[7.0, 1.0, 0.0]]}
-    start = {"series": series, "at": 40, "faults": faults}
-    assert [early.caught(start, fault, True) for fault in faults] == [True, False, False]
-    assert [early.caught(start, fault, False) for fault in faults] == [True, False, True]
-    assert [early.clear(start, fault) for fault in faults] == [True, False, True]
-    assert early.false_skips(start, True) == early.false_skips(start, False) == 0
-    assert early.false_skips(start | {"series": [*series[:20], [7.0, 1.0, 0.0], *series[20:]]}, False) == 1
-
-
 def test_figures_of_the_knobs_follow_their_pattern(benchmark):
     knobs = benchmark("knobs")
     added, gradients, embedding = knobs.growth("zero_residual", 2, 0)
@@ -359,3 +334,39 @@ def test_figures_of_the_knobs_follow_their_pattern(benchmark):
     took, seconds, active = knobs.clipped((*GPT, "clipping=norm", "clipping.max_norm=1e-3"), 3)
     assert active == [1.0] * 3
     assert all(0 < part < whole for part, whole in zip(took, seconds, strict=True))
+
+
+def test_a_gpt2_step_at_32_x_1024_tokens_takes_a_third_of_the_memory(tmp_path):
+    """Counted on fake tensors, so that the test needs no such memory."""
+    found = tmp_path / "memory.json"
+    chosen = [sys.executable, ROOT / "benchmarks" / "memory.py", "--device", "cpu", "--zloss", "palm", "--json", found]
+    done = subprocess.run(chosen, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    whole, chunks = json.loads(found.read_text())["results"]
+    assert (whole["tokens"], chunks["tokens"]) == (0, 1280)
+    logits = 4 * 32 * 1024 * 50257
+    assert whole["bytes"] > 4 * logits, "fp32 logits, their softmax, and gradients of both"
+    assert whole["bytes"] >= 3 * chunks["bytes"]
+    assert chunks["casts"] == 1, "the head is cast once, for all 26 chunks"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is asked of Linux")
+def test_ten_thousand_runs_are_read_as_they_are_in_little_memory(benchmark, tmp_path):
+    """`python benchmarks/reading.py` measures how long this takes with ten times as many lines."""
+    made_runs = benchmark("made_runs")
+    made_runs.sweep(tmp_path / "sweep", runs=10_000, lines=100)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "read_runs.py"), str(tmp_path / "sweep")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["runs"], found["finished"], found["lines"]) == (10_000, 10_000, 1_000_000)
+    assert found["misread"] == 0
+    assert found["losses"] == [1, 1, made_runs.DISTINCT], "of each file of metrics one loss, of all as many"
+    assert found["own_mb"] < 600
+    assert found["helper_mb"] < 300

@@ -1,7 +1,7 @@
 """How well the guard judges the first steps of a run, before its window is half full.
 
-    python tests/reliability/early_steps.py --json early_steps.json
-    python tests/reliability/early_steps.py --replay early_steps.json        # judges recorded series again
+    python -m tests.reliability.early_steps --json early_steps.json
+    python -m tests.reliability.early_steps --replay early_steps.json        # judges recorded series again
 
 Records loss, gradient norm and largest input of the first 70 steps of small runs with `guard=off`, then judges these
 series with the guard's limits, and with the fixed multiples that earlier versions had instead (3 times the first loss,
@@ -17,6 +17,8 @@ series with the guard's limits, and with the fixed multiples that earlier versio
 """
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import random
@@ -30,8 +32,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from measuring import head, row, silence
-from runs import composed
 from torch import Tensor
 
 from stabletrain.beside.faults.in_data import Poison
@@ -43,6 +43,8 @@ from stabletrain.records import Batch, Reading, TrainState
 from stabletrain.step import train_step
 from stabletrain.trainer.build import build
 from stabletrain.trainer.run import TrainingRun
+from tests.reliability.finite.score import table
+from tests.runs import composed
 
 STEPS = 70
 """Number of steps in a start: the default window of 128 steps is half full after 64."""
@@ -284,6 +286,13 @@ def clear(start: dict[str, Any], fault: str) -> bool:
     return any(not reading[0] < 2 * median(before) for reading in start["faults"][fault] if reading)
 
 
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Context that suppresses stdout and stderr."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
 def share(found: Iterable[bool]) -> str:
     """Formats the share of True values in percent."""
     found = list(found)
@@ -292,13 +301,15 @@ def share(found: Iterable[bool]) -> str:
 
 def report(starts: Sequence[dict[str, Any]]) -> None:
     """Prints both tables."""
-    print(head("clean starts", "number", "with a skip, fixed multiples", "with a skip, now", "with a skip only now"))
+    columns = ("clean starts", "number", "with a skip, fixed multiples", "with a skip, now", "with a skip only now")
+    rows: list[tuple[object, ...]] = []
     halves = {"the rule was chosen on": starts[:CHOSEN_ON], "not seen before": starts[CHOSEN_ON:]}
     for name, some in halves.items():
         before, now = ([false_skips(each, fixed) > 0 for each in some] for fixed in (True, False))
-        print(row(name, len(some), sum(before), sum(now), sum(b < n for b, n in zip(before, now, strict=True))))
-    columns = ("tried", "fixed multiples", "now", "at steps 2-15", "16-30", "31-60")
-    print("\n" + head("fault", *columns, "that doubles the loss", "fixed multiples", "now"))
+        rows.append((name, len(some), sum(before), sum(now), sum(b < n for b, n in zip(before, now, strict=True))))
+    print(table(columns, [[*map(str, cells)] for cells in rows]) + "\n")
+    columns = ("fault", "tried", "fixed multiples", "now", "at steps 2-15", "16-30", "31-60")
+    columns, rows = (*columns, "that doubles the loss", "fixed multiples", "now"), []
     for name in (*FAULTS, "all"):
         tried = [(each, fault) for each in starts for fault in each["faults"] if name in (fault, "all")]
         now = [(each["at"], caught(each, fault, False), clear(each, fault)) for each, fault in tried]
@@ -307,7 +318,8 @@ def report(starts: Sequence[dict[str, Any]]) -> None:
         doubled = [number for number, (_, _, is_clear) in enumerate(now) if is_clear]
         shares = (share(fixed), share(hit for _, hit, _ in now), *spans)
         of_doubled = (share(fixed[number] for number in doubled), share(now[number][1] for number in doubled))
-        print(row(name, len(tried), *shares, len(doubled), *of_doubled))
+        rows.append((name, len(tried), *shares, len(doubled), *of_doubled))
+    print(table(columns, [[*map(str, cells)] for cells in rows]))
 
 
 def main() -> None:

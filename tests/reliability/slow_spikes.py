@@ -1,6 +1,6 @@
 """How often the change-point test of slow spikes alarms on clean series, by its threshold.
 
-    python tests/reliability/slow_spikes.py --values 1000000
+    python -m tests.reliability.slow_spikes --values 1000000
 
 Each series is a loss that falls as a power of the step, plus autocorrelated noise (AR(1), 0.3) that is normal,
 heavy-tailed (Student's t, 4 degrees of freedom), or skewed (log-normal). The test's sum S begins anew after each alarm.

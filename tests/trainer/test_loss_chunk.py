@@ -1,9 +1,6 @@
 """`loss_chunk`: a run that computes its logits in chunks is the same run, guarded and replayed as any other."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.forensics.given import one_step, replay, repro_of
-from tests.runs import ROOT, TINY_GPT, composed
+from tests.runs import TINY_GPT, composed
 
 FEW = ["steps=6", "eval_every=3", "log_every=1", "checkpoint=off", "report=false", "warmup.steps=2"]
 
@@ -83,18 +80,3 @@ def test_a_finite_step_is_replayed_to_the_bit_in_chunks(tmp_path, monkeypatch, p
     outcome = replay(repro, "same")
     assert outcome.bitwise_equal_to_reading is True
     assert taken, "the replay, too, ran in chunks"
-
-
-@pytest.mark.slow
-def test_a_gpt2_step_at_32_x_1024_tokens_takes_a_third_of_the_memory(tmp_path):
-    """Counted on fake tensors, so that the test needs no such memory."""
-    found = tmp_path / "memory.json"
-    chosen = [sys.executable, ROOT / "benchmarks" / "memory.py", "--device", "cpu", "--zloss", "palm", "--json", found]
-    done = subprocess.run(chosen, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    whole, chunks = json.loads(found.read_text())["results"]
-    assert (whole["tokens"], chunks["tokens"]) == (0, 1280)
-    logits = 4 * 32 * 1024 * 50257
-    assert whole["bytes"] > 4 * logits, "fp32 logits, their softmax, and gradients of both"
-    assert whole["bytes"] >= 3 * chunks["bytes"]
-    assert chunks["casts"] == 1, "the head is cast once, for all 26 chunks"

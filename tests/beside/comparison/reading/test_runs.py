@@ -1,22 +1,17 @@
 """Reads runs in every state from folders written by hand, and ten thousand runs at once."""
 
-import json
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import made_runs
 from stabletrain.beside.comparison import read_runs
 from stabletrain.beside.comparison.reading.runs import names_of
 from stabletrain.errors import ConfigError
 from tests.beside.comparison.written import write
-from tests.runs import ROOT
 
 
 def only(folder):
@@ -200,25 +195,3 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is not a folder"):
         read_runs([tmp_path / "file"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is asked of Linux")
-def test_ten_thousand_runs_are_read_as_they_are_in_little_memory(tmp_path):
-    """`python benchmarks/reading.py` measures how long this takes with ten times as many lines."""
-    made_runs.sweep(tmp_path / "sweep", runs=10_000, lines=100)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "read_runs.py"), str(tmp_path / "sweep")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["runs"], found["finished"], found["lines"]) == (10_000, 10_000, 1_000_000)
-    assert found["misread"] == 0
-    assert found["losses"] == [1, 1, made_runs.DISTINCT], "of each file of metrics one loss, of all as many"
-    assert found["own_mb"] < 600
-    assert found["helper_mb"] < 300

@@ -1,8 +1,8 @@
 """The formula of traffic and memory equals what two ranks in training really send and hold.
 
-The runs are made once, by torchrun: `python -m tests.parallel.test_traffic <folder>` on each rank. A dispatch mode sees
-every collective that the loop calls between the beginnings of two steps, and of what size; the sizes of what it holds
-are read off the model, its optimizer and a snapshot.
+The runs are made once, by torchrun: `python -m tests.test_benchmarks_of_traffic <folder>` on each rank. A dispatch mode
+sees every collective that the loop calls between the beginnings of two steps, and of what size; the sizes of what it
+holds are read off the model, its optimizer and a snapshot.
 """
 
 import json
@@ -134,7 +134,7 @@ def nbytes(tensors: list[Any]) -> int:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 has seen of every case."""
     folder = tmp_path_factory.mktemp("traffic")
-    forked(RANKS, "-m", "tests.parallel.test_traffic", str(folder), cwd=ROOT, logs=folder)
+    forked(RANKS, "-m", "tests.test_benchmarks_of_traffic", str(folder), cwd=ROOT, logs=folder)
     return json.loads((folder / "found.json").read_text())
 
 
