@@ -13,8 +13,8 @@ gloo's do: of B bytes over W ranks, each rank sends B (W-1)/W to all-gather or r
 twice that to all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same
 bytes.
 
-`tests/test_benchmarks_of_traffic.py` compares the collectives, their sizes and the memory with two ranks that train. The
-command prints the table of docs/scaling.md.
+`tests/test_benchmarks_of_traffic.py` compares the collectives, their sizes and the memory with two ranks that train.
+The command prints the table of docs/scaling.md.
 
 Sources: Li et al., arXiv 2006.15704 (DDP's buckets); Zhao et al., arXiv 2304.11277 (FSDP); Patarasuk and Yuan 2009
 (the ring).

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mkdocs.structure.files import File
 
-OUTSIDE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "slurm/README.md"]
+OUTSIDE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "slurm/README.md"]
 """Pages of the site that are not in docs/."""
 
 
