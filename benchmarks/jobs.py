@@ -18,6 +18,9 @@ from stabletrain.trainer.run import TrainingRun
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
 from tests.runs import composed
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
+from tests.runs import composed
+
 HERE = Path(__file__).parent
 
 NOTHING_ELSE = (

@@ -90,7 +90,7 @@ def serve(connection: Any, folder: str, gib: float) -> None:
     import stabletrain.cli.train as cli
     from stabletrain.trainer.build import build
 
-    def build_only(cfg: Any, place: Path, *_: Any) -> None:
+    def build_only(cfg: Any, place: Path, *_: Any, **__: Any) -> None:
         run = build(cfg, place)
         run.data.batches.close()
         run.output.tracker.close(0)
