@@ -39,7 +39,14 @@ PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(PLACES[name]), name)
+    try:
+        return getattr(import_module(PLACES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "stabletrain.beside":
+            raise
+        from stabletrain.extension import needs_beside
+
+        raise ModuleNotFoundError(str(needs_beside(f"stabletrain.{name}")), name=error.name) from None
 
 
 def __dir__() -> list[str]:
