@@ -288,6 +288,7 @@ def test_resume_names_a_run_folder_and_takes_its_overrides_along(tmp_path):
     assert len(ids) == 2
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_in_a_sweep_every_run_has_its_own_folder_wandb_run_and_exit_status(tmp_path):
     chosen = [o for o in QUICK if not o.startswith(("hydra.run", "wandb"))]
@@ -460,6 +461,7 @@ SAME = {
 }
 
 
+@pytest.mark.beside(when=lambda case: case in ("a halted run", "a sweep"))
 @pytest.mark.slow(unless=lambda case: case in ("help", "a typing error", "no option", "a halted run"))
 @pytest.mark.parametrize("case", SAME)
 def test_the_installed_command_does_what_the_script_does(tmp_path, case):
