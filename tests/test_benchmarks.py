@@ -325,6 +325,7 @@ def test_a_missing_trainer_is_named_with_its_extra(benchmark, monkeypatch):
 GPT = ("model=gpt_nano", "model.n_layer=2", "model.n_embd=16", "model.n_head=2", "data.block_size=16", "batch_size=4")
 
 
+@pytest.mark.beside
 def test_faults_of_early_steps_are_tried_on_a_state_that_is_then_restored(benchmark, tmp_path):
     early = benchmark("early_steps")
     plain, tried = (early.Start(tmp_path / name, (*GPT, "precision=fp32")) for name in ("plain", "tried"))
@@ -338,6 +339,7 @@ def test_faults_of_early_steps_are_tried_on_a_state_that_is_then_restored(benchm
         start.close()
 
 
+@pytest.mark.beside
 def test_a_fault_of_early_steps_is_caught_if_a_limit_is_passed_in_time(benchmark):
     early = benchmark("early_steps")
     series = [[3.0, 1.0, 0.0]] * 70

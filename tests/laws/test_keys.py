@@ -397,6 +397,11 @@ def keys_of(group, option):
     return [key for key, value in leaves(tree) if key and key != "_target_" and not str(value).startswith("${")]
 
 
+def needs_faults(group, option, key):
+    """Whether a key shows its effect only with an injected fault, or with a forecast (`needed_for`)."""
+    return group in ("faults", "forecast", "forensics", "guard") or (group, key) == ("checkpoint", "keep_best")
+
+
 KEYS = [
     (group, option, key)
     for group, option in OPTIONS
@@ -422,6 +427,7 @@ def unchanged(tmp_path_factory):
     return cache(lambda *overrides: observe_or_refusal(tmp_path_factory.mktemp("unchanged"), overrides))
 
 
+@pytest.mark.beside(when=lambda group, option, key: needs_faults(group, option, key))
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "option", "key"), KEYS, ids=lambda value: value)
 def test_every_key_of_every_option_is_alive(tmp_path, monkeypatch, places, unchanged, group, option, key):

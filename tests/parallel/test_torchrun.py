@@ -141,6 +141,7 @@ def test_a_rank_whose_device_waits_for_a_killed_one_ends_with_the_same_message(t
     assert "has ended without an error message: it was killed" in found["reason"]
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "killed"), [("ddp", 0), ("fsdp", 1)])
 def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole, kind, killed):
