@@ -13,6 +13,7 @@ The errors are in `stabletrain.errors`. Everything else may change between versi
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(PLACES[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "stabletrain.beside":
+        if find_spec("stabletrain.beside") is not None:
             raise
         from stabletrain.extension import needs_beside
 
