@@ -69,6 +69,7 @@ def same_as_recorded(folder, name):
         close({key: line[key] for key in NUMBERS if key in line}, recorded, SIGNS if name == "plugin_run" else CLOSE)
 
 
+@pytest.mark.beside(when=lambda name: name == "rollback")
 @pytest.mark.parametrize("name", ["one_process", "rollback"])
 def test_a_run_goes_on(place, monkeypatch, name):
     steps = CONTINUED[name][-1]["step"]
