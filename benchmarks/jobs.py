@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installe
 from tests.runs import composed
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `tests` is not installed
-from tests.runs import composed
 
 HERE = Path(__file__).parent
 

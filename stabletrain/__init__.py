@@ -13,6 +13,7 @@ The errors are in `stabletrain.errors`. Everything else may change between versi
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,7 +40,14 @@ PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(PLACES[name]), name)
+    try:
+        return getattr(import_module(PLACES[name]), name)
+    except ModuleNotFoundError as error:
+        if find_spec("stabletrain.beside") is not None:
+            raise
+        from stabletrain.extension import needs_beside
+
+        raise ModuleNotFoundError(str(needs_beside(f"stabletrain.{name}")), name=error.name) from None
 
 
 def __dir__() -> list[str]:

@@ -4,10 +4,10 @@
 |---|---|---|
 | `page` | `report.html` at the end of a run | no page |
 | `forecast` | `forecast=default` foretells trouble | no forecast |
-| `heal` | `guard.escalate=whatif` tries fixes after a halt | the run ends |
+| `heal` | `guard.escalate=whatif` tries fixes after a halt | the run ends, as a line says at its start |
 | `start_sweep`, `run_of_sweep` | `-m` runs a sweep | `-m` is refused |
-| `commands` | `stabletrain compare`, `whatif`, `export` ... | only the commands of one run |
-| `faults` (a config group) | `faults=gradient` ... inject faults | `NoFaults` |
+| `commands` | `stabletrain compare`, `whatif`, `export` ... | refused; the commands of one run work |
+| `check` | nothing is refused | `faults=gradient` ... are refused: their classes lie in the folder |
 
 The rest of the package never imports that folder: `extension()` is the only way in, and everything here has a null.
 """
@@ -24,9 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.config.arguments import INFORMATION_OPTIONS, Arguments
+from stabletrain.config.moved import now
 from stabletrain.errors import ConfigError
 
 BESIDE = "stabletrain.beside"
+
+COMMANDS = ("export", "compare", "losses", "forecast", "whatif", "sync", "wandb-report")
+"""The commands of `stabletrain` that `stabletrain/beside/` adds."""
 
 HORIZON = 500
 """Steps ahead that a forecast is about by default, as in `conf/forecast/default.yaml`."""
@@ -190,8 +194,43 @@ class Command:
     builds: bool = False
 
 
+def needs_beside(what: str, fix: str = "") -> ConfigError:
+    """Returns the refusal of what the package cannot do without the tools beside a run.
+
+    Args:
+        what: what was asked for.
+        fix: what to do without them; empty for nothing.
+    """
+    folder = BESIDE.replace(".", "/")
+    return ConfigError(
+        f"{what} needs the folder {folder}, which is not installed: {f'{fix}, or ' if fix else ''}"
+        "install the whole of stabletrain"
+    )
+
+
 class NoExtension:
-    """The package without the tools beside a run."""
+    """The package without the tools beside a run.
+
+    Attributes:
+        sweeps: whether `-m` runs a sweep.
+    """
+
+    sweeps = False
+
+    def check(self, cfg: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+        """Refuses options whose classes lie in the folder.
+
+        Args:
+            cfg: the configuration of a run.
+            choices: the option of each config group.
+
+        Raises:
+            ConfigError: there is such an option.
+        """
+        for group, option in cfg.items():
+            target = option.get("_target_", "") if isinstance(option, Mapping) else ""
+            if now(str(target)).startswith(f"{BESIDE}."):
+                raise needs_beside(f"{group}={choices.get(group, target)}", f"use {group}=none")
 
     def page(self, folder: Path) -> NoPage:
         """Returns what writes the page of the run in `folder`."""
@@ -221,6 +260,7 @@ class NoExtension:
             live: whether there may be a live line.
             listening: whether signals stop the arms.
         """
+        tell(f"{needs_beside('guard.escalate=whatif')}; a halt ends this run")
         return train(cfg, lambda run: None)
 
     def start_sweep(self, typed: Arguments, config_dir: Path) -> tuple[NoSweep, Arguments]:
@@ -230,12 +270,12 @@ class NoExtension:
             ConfigError: it asks for a sweep, and there are none.
         """
         if typed.sweeps and not INFORMATION_OPTIONS & set(typed.options):
-            raise ConfigError(f"sweeps need {BESIDE}, which is not installed: leave out -m")
+            raise needs_beside("a sweep", "leave out -m")
         return NoSweep(), typed
 
     def run_of_sweep(self, cfg: Any) -> float:
         """Trains one run of a sweep inside its Hydra job; returns the loss that a search minimizes."""
-        raise ConfigError(f"sweeps need {BESIDE}, which is not installed")
+        raise needs_beside("a sweep")
 
     def commands(self) -> Mapping[str, Command]:
         """Returns the commands that work beside runs, by name."""

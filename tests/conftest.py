@@ -1,7 +1,11 @@
-"""Setup shared by all tests: fast and slow tiers, one thread per worker, PyTorch's seed and global switches."""
+"""Setup shared by all tests: tiers, what needs stabletrain/beside, one thread per worker, the seed, global switches."""
 
 import inspect
 import os
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,26 +16,47 @@ torch.set_num_threads(1)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it only once, on its first use
 
 
+TESTS = Path(__file__).parent
+
+BESIDE = (TESTS / "beside", TESTS / "reliability")
+"""Folders whose tests need `stabletrain/beside/`. Others say so with the mark `beside`."""
+
+HAS_BESIDE = find_spec("stabletrain.beside") is not None
+"""Whether that folder is there. Where it is not, the core is tested alone."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--all` and `--slow`; without them only the fast tests run."""
+    """Adds `--all` and `--slow`; without them only the fast tests run. Adds `--beside`."""
     tiers = parser.getgroup("tiers").addoption
     tiers("--all", action="store_true", help="run the slow tests too")
     tiers("--slow", action="store_true", help="run only the slow tests: what --all adds")
+    tiers("--beside", action="store_true", help="run only what needs stabletrain/beside: the rest tests the core")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Has fast tests check types and shapes; the slow ones, more cases of the same code, run it as users do."""
     if not config.getoption("--slow"):
         typechecks.install("stabletrain")
+    if config.getoption("--beside") and not HAS_BESIDE:
+        raise pytest.UsageError("--beside: there is no folder stabletrain/beside")
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without `stabletrain/beside/`, leaves out folders and files that cannot be imported, as a whole."""
+    return True if not HAS_BESIDE and all_beside(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects the tests of the other tier."""
-    if config.getoption("--all"):
-        return
-    wanted = config.getoption("--slow")
-    left_out = [item for item in items if is_slow(item) != wanted]
-    items[:] = [item for item in items if is_slow(item) == wanted]
+    """Deselects the tests of the other tier, and those that need `stabletrain/beside/` or only the others."""
+    for item in items:
+        if lies_beside(item.path):
+            item.add_marker("beside")
+    tiers = [True, False] if config.getoption("--all") else [config.getoption("--slow")]
+    parts = [True] if config.getoption("--beside") else [True, False] if HAS_BESIDE else [False]
+    wanted = [is_slow(item) in tiers and is_beside(item) in parts for item in items]
+    left_out = [item for item, kept in zip(items, wanted, strict=True) if not kept]
+    items[:] = [item for item, kept in zip(items, wanted, strict=True) if kept]
     config.hook.pytest_deselected(items=left_out)
 
 
@@ -42,10 +67,35 @@ def is_slow(item: pytest.Item) -> bool:
     tiers test the property.
     """
     mark = item.get_closest_marker("slow")
-    if mark is None or "unless" not in mark.kwargs:
-        return mark is not None
-    condition, parameters = mark.kwargs["unless"], item.callspec.params  # ty: ignore[unresolved-attribute]
-    return not condition(*(parameters[name] for name in inspect.signature(condition).parameters))
+    return mark is not None and not ("unless" in mark.kwargs and fulfils(item, mark.kwargs["unless"]))
+
+
+def is_beside(item: pytest.Item) -> bool:
+    """Whether a test is marked `beside`.
+
+    With `beside(when=condition)`, only the cases whose parameters fulfil the condition need `stabletrain/beside/`.
+    """
+    marks = item.iter_markers("beside")
+    return any("when" not in mark.kwargs or fulfils(item, mark.kwargs["when"]) for mark in marks)
+
+
+def lies_beside(path: Path) -> bool:
+    """Whether a folder or file of tests needs `stabletrain/beside/` by its place."""
+    return any(path.is_relative_to(folder) for folder in BESIDE)
+
+
+def all_beside(path: Path) -> bool:
+    """Whether all tests of a folder or file need `stabletrain/beside/`: by its place, or by its `pytestmark`."""
+    if lies_beside(path):
+        return True
+    whole = r"^pytestmark = .*\bpytest\.mark\.beside\b(?!\()"
+    return path.suffix == ".py" and re.search(whole, path.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
+def fulfils(item: pytest.Item, condition: Callable[..., bool]) -> bool:
+    """Whether the parameters of a test fulfil a condition, which names those that it takes."""
+    parameters = item.callspec.params  # ty: ignore[unresolved-attribute]
+    return bool(condition(*(parameters[name] for name in inspect.signature(condition).parameters)))
 
 
 @pytest.fixture(autouse=True)

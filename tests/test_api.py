@@ -18,20 +18,22 @@ from stabletrain.checkpoint.folder import find
 from stabletrain.errors import ConfigError
 from stabletrain.machine.signals import STOP_SIGNALS
 from stabletrain.trainer import loop
+from tests.conftest import HAS_BESIDE
 from tests.runs import CONF, TINY_GPT, command
 
 RUN = [*TINY_GPT, "precision=fp32", "model.dropout=0.1", "steps=4", "report=false", "monitors=none"]
 JUNK = ["ipykernel_launcher.py", "-f", "/tmp/kernel.json"]
 
-NOTHING_HEAVY = """
+NOTHING_HEAVY = f"""
 import sys
 import stabletrain
-heavy = {"torch", "hydra", "omegaconf", "pandas", "numpy", "wandb"} & set(sys.modules)
+heavy = {{"torch", "hydra", "omegaconf", "pandas", "numpy", "wandb"}} & set(sys.modules)
 assert not heavy, heavy
 import stabletrain.errors
-from stabletrain import compare, load, train
+from stabletrain import {"compare, " * HAS_BESIDE}load, train
 assert "torch" not in sys.modules
-assert {"Batch", "Guard", "LossTerms", "compare", "load", "train"} == set(stabletrain.__all__) <= set(dir(stabletrain))
+names = {{"Batch", "Guard", "LossTerms", "compare", "load", "train"}}
+assert names == set(stabletrain.__all__) <= set(dir(stabletrain))
 """
 
 
@@ -111,6 +113,7 @@ def test_hydra_is_left_as_it_was(place):
     HydraConfig.instance().cfg = None
 
 
+@pytest.mark.beside
 def test_a_halted_run_is_a_result(place, capsys):
     fault = ["guard=skip", "guard.max_consecutive=1", "faults=input", "faults.at=[2]", "forensics=off"]
     result = stabletrain.train([*RUN, *fault, "hydra.run.dir=run"])
@@ -183,6 +186,7 @@ def test_an_error_of_the_users_own_code_is_raised_and_recorded(place, monkeypatc
     assert '"status": "failed"' in (place / "run" / "run.json").read_text()
 
 
+@pytest.mark.beside
 def test_runs_are_compared(place):
     for seed in (1, 2):
         stabletrain.train([*RUN, f"seed={seed}", "checkpoint=off"])

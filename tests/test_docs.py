@@ -41,6 +41,7 @@ def test_a_short_transcript_is_what_the_program_prints_today(tmp_path, found):
     check(found, working_folder(tmp_path / "page"))
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a page may train several runs
 @pytest.mark.parametrize("page", SLOW, ids=lambda page: page.stem)

@@ -69,6 +69,7 @@ def same_as_recorded(folder, name):
         close({key: line[key] for key in NUMBERS if key in line}, recorded, SIGNS if name == "plugin_run" else CLOSE)
 
 
+@pytest.mark.beside(when=lambda name: name == "rollback")
 @pytest.mark.parametrize("name", ["one_process", "rollback"])
 def test_a_run_goes_on(place, monkeypatch, name):
     steps = CONTINUED[name][-1]["step"]
@@ -98,6 +99,7 @@ def test_a_run_of_a_users_own_model_data_and_clipping_goes_on(place, monkeypatch
     assert [record["choices"][group] for group in ("model", "data", "clipping")] == ["mine"] * 3
 
 
+@pytest.mark.beside
 def test_a_users_script_compares_runs(place, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["table.py", "sweep"])
     capsys.readouterr()
@@ -105,6 +107,7 @@ def test_a_users_script_compares_runs(place, monkeypatch, capsys):
     assert capsys.readouterr().out == (EXPECTED / "table.csv").read_text()
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_a_sweep_runs_what_is_missing_and_nothing_else(place, monkeypatch, capsys):
     before = json.loads((place / "sweep" / "3" / "run.json").read_text())
@@ -122,6 +125,7 @@ def test_text_is_sampled(capsys):
     assert told(capsys, *typed) == (EXPECTED / "sample.txt").read_text()
 
 
+@pytest.mark.beside(when=lambda file: file.startswith("compare"))
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
     ("file", "typed"),

@@ -11,6 +11,11 @@ from stabletrain.extension import Command, NoExtension, NoForecast, NoPage, NoSw
 class Extension(NoExtension):
     """The tools beside a run."""
 
+    sweeps = True
+
+    def check(self, cfg: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+        """Refuses nothing."""
+
     def page(self, folder: Path) -> NoPage:
         """Returns what writes `report.html`."""
         from stabletrain.beside.comparison.pages.at_end import PageAtEnd

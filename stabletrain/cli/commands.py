@@ -17,7 +17,7 @@ from pathlib import Path
 
 import stabletrain
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
-from stabletrain.extension import Command, extension
+from stabletrain.extension import COMMANDS, Command, extension, needs_beside
 from stabletrain.parallel.ranks import drop_unread_output, exit_process
 from stabletrain.printable import printable, say
 from stabletrain.stored.trusted import OPTION, accepting
@@ -61,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.set_defaults(do=each.do)
 
     first = next(iter(typed), "")
+    if first in COMMANDS and first not in commands.choices:
+        refusal = needs_beside(f"stabletrain {first}")
+        say(f"stabletrain: {refusal}", file=sys.stderr)
+        return refusal.exit_code
     if not first.startswith("-") and first not in commands.choices:
         known = f"commands: {', '.join(commands.choices)}"
         wrong = f"{first}: there is no such command{did_you_mean(first, commands.choices) or ';'}"

@@ -221,6 +221,7 @@ def run_one(
     choices = HydraConfig.get().runtime.choices
     run_on_main(ranks, lambda: check_resume(cfg.resume, settings(cfg, choices), folder))
     check(cfg)
+    extension().check(cfg, choices)
     return build_and_train(cfg, folder, signals=signals)
 
 
@@ -260,7 +261,7 @@ def build_and_train(
 
     if cfg.guard.get("escalate") != "whatif":
         return once(cfg, lambda run: None)
-    note = (shown or Progress(cfg.log_every)).note
+    note = (shown or Progress(cfg.log_every)).note if current_ranks().is_main else lambda line: None
     return extension().heal(cfg, folder, once, note, live=shown is None, listening=signals is None)
 
 

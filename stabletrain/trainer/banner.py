@@ -154,7 +154,7 @@ def closing(
     per: str,
     folder: str,
     sample: str | None,
-    again: str,
+    again: str | None,
     healed_by: Sequence[str] = (),
 ) -> str:
     """Returns the last lines: the result, the guard's work, the pace, a text sample, the run folder, the next command.
@@ -163,7 +163,7 @@ def closing(
         unit: unit of throughput: `tok`, `img` or `sample`.
         loss_unit: unit of the loss, such as `nats`; empty if it has none.
         per: what one loss belongs to, such as `byte`.
-        again: the command to try next.
+        again: the command to try next; None for none.
         healed_by: the arms with which the run went on after its halts.
     """
     result = result_text(history.val, loss_unit, per)
@@ -176,7 +176,7 @@ def closing(
     if sample and sample.strip():
         first, *rest = sample.strip("\n").split("\n")
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
-    return "\n".join([*lines, f"run      {relative_path(folder)}", f"next     {again}"])
+    return "\n".join([*lines, f"run      {relative_path(folder)}", *([f"next     {again}"] if again else [])])
 
 
 def result_text(val: Mapping[str, float], loss_unit: str, per: str) -> str:

@@ -297,9 +297,15 @@ class RunParts:
             per=source.per,
             folder=str(self.folder),
             sample=sample,
-            again=suggestion(parse_arguments(started().resolved), self._has_attention, source.per),
+            again=self._suggestion(),
             healed_by=self.saved.healing.healed_by,
         )
+
+    def _suggestion(self) -> str | None:
+        """Returns the sweep to try next; None where there are no sweeps."""
+        if not extension().sweeps:
+            return None
+        return suggestion(parse_arguments(started().resolved), self._has_attention, self.source.per)
 
 
 def machine_record(process: Process, trained: Trained) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The `stabletrain` commands: their output, and a one-line error with an exit code if one fails."""
 
 import errno
+import importlib
 import json
 import os
 import re
@@ -14,10 +15,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from stabletrain.beside import commands as beside
 from stabletrain.cli import commands
 from stabletrain.cli.commands import main
 from stabletrain.errors import ConfigError, StabletrainError, TrainingHalted
+from stabletrain.extension import COMMANDS, extension
 from tests.beside.comparison.written import six_runs, write
 from tests.checkpoint.given import rewrite_manifest
 from tests.runs import ROOT
@@ -40,13 +41,15 @@ def trained(monkeypatch):
 
 
 def test_help_lists_exactly_the_documented_commands(capsys):
-    documented = re.findall(r"^stabletrain (\S+)", f"{commands.__doc__}{beside.__doc__}", re.MULTILINE)
+    pages = [commands, *([importlib.import_module("stabletrain.beside.commands")] if extension().commands() else [])]
+    documented = re.findall(r"^stabletrain (\S+)", "".join(page.__doc__ for page in pages), re.MULTILINE)
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
     assert re.findall(r"^    (\S+)", capsys.readouterr().out, re.MULTILINE) == documented
 
 
+@pytest.mark.beside(when=lambda typed: typed[:1] and typed[0] in COMMANDS)
 @pytest.mark.parametrize("typed", [[], ["nothing"], ["sample"], ["compare", "x", "--rows", "many"]], ids=" ".join)
 def test_an_invalid_command_line_exits_with_code_2(typed):
     with pytest.raises(SystemExit) as ended:
@@ -54,6 +57,7 @@ def test_an_invalid_command_line_exits_with_code_2(typed):
     assert ended.value.code == 2
 
 
+@pytest.mark.beside(when=lambda typed: typed == "compar")
 @pytest.mark.parametrize(
     ("typed", "hint"), [("compar", "; did you mean compare?"), ("smaple", "; did you mean sample?"), ("jump", ";")]
 )
@@ -72,6 +76,7 @@ EMPTY = [
 ]
 
 
+@pytest.mark.beside(when=lambda typed: typed[:1] and typed[0] in COMMANDS)
 @pytest.mark.parametrize("typed", EMPTY, ids=" ".join)
 def test_an_empty_path_is_not_the_working_folder(tmp_path, monkeypatch, capsys, typed):
     monkeypatch.chdir(tmp_path)
@@ -112,18 +117,18 @@ def test_the_version_is_that_of_the_project(capsys):
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_an_error_prints_one_line_and_sets_the_exit_code(monkeypatch, capsys, error, code, said):
-    def failing(folders):
+    def failing(*typed):
         raise error
 
-    monkeypatch.setattr("stabletrain.beside.comparison.reading.runs.read_runs", failing)
-    assert main(["losses", "run", "a.svg"]) == code
+    monkeypatch.setattr("stabletrain.cli.replay.replay_incident", failing)
+    assert main(["replay", "run"]) == code
     assert capsys.readouterr().err == said
 
 
 def test_an_unexpected_exception_is_raised(monkeypatch):
-    monkeypatch.setattr("stabletrain.beside.comparison.reading.runs.read_runs", lambda folders: 1 / 0)
+    monkeypatch.setattr("stabletrain.cli.replay.replay_incident", lambda *typed: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        main(["losses", "run", "a.svg"])
+        main(["replay", "run"])
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path):
@@ -217,6 +222,7 @@ def test_sampling_from_a_model_not_trained_on_text_is_refused(trained, tmp_path,
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.beside
 def test_compare_applies_its_options(tmp_path, capsys):
     sweep = six_runs(tmp_path / "sweep")
     csv, html = tmp_path / "a.csv", tmp_path / "a.html"
@@ -228,6 +234,7 @@ def test_compare_applies_its_options(tmp_path, capsys):
     assert not (sweep / "report.html").exists()
 
 
+@pytest.mark.beside
 def test_losses_are_plotted_into_the_last_file_of_the_arguments(tmp_path):
     sweep = six_runs(tmp_path / "sweep")
     assert main(["losses", str(sweep / "0"), str(sweep / "1"), str(tmp_path / "a.png")]) == 0
@@ -253,6 +260,7 @@ def look(step):
     return {"step": step, "train/loss": 5 - step / 500, "lr": 0.3, "monitors/attn_logit_max/blocks.0": logits}
 
 
+@pytest.mark.beside
 def test_the_forecast_of_a_live_run_is_printed_as_text_or_json(tmp_path, capsys):
     lines = [look(step) for step in range(25, 800, 25)]
     run = write(tmp_path / "run", ["optimizer.lr=0.3", "forecast.horizon=400"], lines=lines, status="running")
@@ -269,6 +277,7 @@ def test_the_forecast_of_a_live_run_is_printed_as_text_or_json(tmp_path, capsys)
     assert {path: path.read_bytes() for path in run.rglob("*")} == before
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize(
     ("lines", "record", "message"),
     [
@@ -321,6 +330,7 @@ def test_a_link_to_itself_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     assert said.count("\n") == 1
 
 
+@pytest.mark.beside(when=lambda command: command in COMMANDS)
 @pytest.mark.parametrize("command", ["sample", "compare", "diagnose", "forecast", "replay", "whatif"])
 def test_a_name_that_is_no_utf_8_is_refused_in_one_line(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
@@ -332,6 +342,7 @@ def test_a_name_that_is_no_utf_8_is_refused_in_one_line(tmp_path, monkeypatch, c
     assert capsys.readouterr().err.endswith("the name is no UTF-8, so libraries cannot open it: rename it\n")
 
 
+@pytest.mark.beside
 def test_so_is_one_below_the_folder_that_was_typed(tmp_path, capsys):
     (tmp_path / os.fsdecode(b"bad\xff")).mkdir()
     (tmp_path / os.fsdecode(b"bad\xff") / "run.json").write_text("{}")

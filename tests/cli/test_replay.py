@@ -72,6 +72,7 @@ def refused(capsys, *arguments):
     return seen.err.strip().removeprefix("stabletrain: ")
 
 
+@pytest.mark.beside
 def test_an_incident_is_reproduced_bit_for_bit_from_its_folder_alone(incident, capsys):
     _, folder = incident
     found = replayed(capsys, folder)
@@ -82,6 +83,7 @@ def test_an_incident_is_reproduced_bit_for_bit_from_its_folder_alone(incident, c
     assert capsys.readouterr().out.splitlines()[-1].startswith("bitwise equal")
 
 
+@pytest.mark.beside
 def test_a_replay_that_is_not_bitwise_equal_says_so(incident, tmp_path, capsys):
     folder = shutil.copytree(incident[1], tmp_path / "changed")
     repro = json.loads((folder / "step.json").read_text())
@@ -92,6 +94,7 @@ def test_a_replay_that_is_not_bitwise_equal_says_so(incident, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("not bitwise equal")
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("override", ["precision=tried", "label_smoothing=0.3", "zloss=palm"])
 def test_an_override_reaches_the_step(incident, capsys, override):
     name, folder = incident
@@ -103,6 +106,7 @@ def test_an_override_reaches_the_step(incident, capsys, override):
     assert found["now"]["loss"] != found["then"]["loss"]
 
 
+@pytest.mark.beside
 def test_a_preset_reaches_the_model_and_its_new_parts_are_named(incident, capsys):
     name, folder = incident
     if name == "resnet":
@@ -132,6 +136,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_cannot_be_tried_is_refused_with_the_reason(incident, capsys, override):
     name, folder = incident
@@ -141,6 +146,7 @@ def test_what_cannot_be_tried_is_refused_with_the_reason(incident, capsys, overr
     assert REFUSED[override] in refused(capsys, "replay", folder, *more, override)
 
 
+@pytest.mark.beside
 def test_a_folder_that_cannot_be_replayed_says_why(incident, tmp_path, capsys):
     assert "is not a folder" in refused(capsys, "replay", tmp_path / "nowhere")
     assert "holds no incident" in refused(capsys, "replay", tmp_path)

@@ -15,9 +15,6 @@ import yaml
 from omegaconf import OmegaConf
 
 import stabletrain
-from stabletrain.beside.whatif.arms import Arm, with_fixes
-from stabletrain.beside.whatif.base import read_base
-from stabletrain.beside.whatif.plan import judged
 from stabletrain.cli.commands import main
 from stabletrain.config import trust
 from stabletrain.errors import ConfigError
@@ -150,6 +147,7 @@ READERS = ("diagnose", "compare", "losses", "forecast", "init_from", "init_from 
 """Commands that build nothing from the record."""
 
 
+@pytest.mark.beside
 @pytest.mark.slow(unless=lambda kind, place: kind in ("open", "our own", "a module there") and place == "group")
 @pytest.mark.parametrize("place", ["group", "argument"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,6 +170,7 @@ def test_no_command_builds_what_a_folder_from_elsewhere_names(run, tmp_path, cap
         assert "add --trust" in said, (name, said)
 
 
+@pytest.mark.beside
 @pytest.mark.slow(unless=lambda kind: kind == "open")
 @pytest.mark.parametrize("kind", ["open", "torch.load", "a module there"])
 def test_commands_that_only_read_build_nothing(run, tmp_path, kind):
@@ -210,6 +209,7 @@ ARGUMENTS = [
 ]
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("words", ARGUMENTS, ids=" ".join)
 def test_a_recorded_command_from_elsewhere_is_refused(run, words):
     record = json.loads((run / "run.json").read_text())
@@ -230,6 +230,7 @@ TEXTS = [
 """Texts that are resolved to a node which writes the file `mark`; with a backslash, when they are resolved again."""
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_becomes_a_target_is_refused(run, tmp_path, monkeypatch, capsys, text):
     monkeypatch.setenv("NODE", "{_target_: builtins.open, file: mark, mode: w}")
@@ -251,7 +252,10 @@ def test_a_text_that_becomes_a_target_is_refused(run, tmp_path, monkeypatch, cap
         assert (code, "add --trust" in said) == (2, True), (name, said)
 
 
+@pytest.mark.beside
 def test_what_a_later_resume_has_changed_is_checked_too(run):
+    from stabletrain.beside.whatif.base import read_base
+
     record = json.loads((run / "run.json").read_text())
     record["changes"] = [{"step": 1, "keys": {"model._target_": ["x", "os.system"]}}]
     (run / "run.json").write_text(json.dumps(record))
@@ -261,11 +265,16 @@ def test_what_a_later_resume_has_changed_is_checked_too(run):
     assert read_base(run, 4).changes == ("model._target_=os.system",)
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize(
     "fix",
     ["model._target_=os.system", "schedule._target_=a.b", "experiment=../evil", "+hydra.callbacks.x._target_=a.b"],
 )
 def test_an_arm_that_a_recorded_fix_names_is_refused(run, fix):
+    from stabletrain.beside.whatif.arms import Arm, with_fixes
+    from stabletrain.beside.whatif.base import read_base
+    from stabletrain.beside.whatif.plan import judged
+
     base = read_base(run, 4)
     [_, arm] = with_fixes([Arm("nothing")], [fix])
     assert f"names {fix}, which could run any code" in judged(arm, base).refused
@@ -308,6 +317,7 @@ def own(tmp_path, monkeypatch):
     return stabletrain.train(typed).folder
 
 
+@pytest.mark.beside
 def test_ones_own_run_is_trusted_wherever_it_goes(own, tmp_path):
     moved = shutil.move(own, tmp_path / "moved")
     assert stabletrain.train([f"resume={moved}", "steps=9"]).status == "finished"
@@ -315,6 +325,7 @@ def test_ones_own_run_is_trusted_wherever_it_goes(own, tmp_path):
     assert main(["sample", str(moved), "--tokens", "2"]) == 0
 
 
+@pytest.mark.beside
 def test_an_edited_run_is_no_longer_ones_own_and_trust_is_remembered(own, capsys):
     file = own / ".hydra" / "config.yaml"
     file.write_text(file.read_text().replace("seed: 0", "seed: 7").replace("own_optimizer.Mine", "own_optimizer.Other"))
@@ -326,11 +337,13 @@ def test_an_edited_run_is_no_longer_ones_own_and_trust_is_remembered(own, capsys
     assert main(["sample", str(own), "--tokens", "2"]) == 0
 
 
+@pytest.mark.beside
 def test_a_run_of_the_package_alone_leaves_nothing_in_the_state_folder(run, tmp_path):
     assert stabletrain.train([f"resume={run}", "steps=9"]).status == "finished"
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.beside
 def test_resume_with_trust_goes_on(own, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
     with pytest.raises(ConfigError, match="own_optimizer"):
@@ -419,6 +432,7 @@ def test_a_run_as_the_working_folder_is_not_searched_for_modules(tmp_path, monke
     assert (str(tmp_path) in sys.path) == (not sign)
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("link", ["checkpoints", "incidents"])
 def test_nothing_is_written_through_a_link_in_a_folder_whose_record_is_missing(run, tmp_path, link):
     target, place = tmp_path / "valuable", run / link
@@ -432,6 +446,7 @@ def test_nothing_is_written_through_a_link_in_a_folder_whose_record_is_missing(r
     assert {*target.rglob("*")} == before
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("link", ["checkpoints", "incidents", "export", "whatif/step-00000000", "wandb"])
 def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_path, capsys, link):
     target, place = tmp_path / "valuable", run / link
@@ -450,12 +465,14 @@ def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_p
     assert stabletrain.train([f"resume={run}", "steps=10"]).status == "finished"
 
 
+@pytest.mark.beside
 def test_the_links_that_wandb_makes_itself_are_no_strangers(run, tmp_path):
     (run / "wandb" / "run-x").mkdir(parents=True)
     (run / "wandb" / "run-x" / "debug.log").symlink_to(tmp_path / "cache")
     assert stabletrain.train([f"resume={run}", "steps=9"]).status == "finished"
 
 
+@pytest.mark.beside
 def test_a_link_that_is_there_before_ones_own_run_begins_is_trusted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for folder in ("large_disk", "run"):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from stabletrain.beside.faults import Empty, Ignored, Input, Label, Poison
 from stabletrain.data.imagefolder import Files, ImageFolder
 from stabletrain.data.images import Digits, Images, InMemory
 from stabletrain.data.prepare import prepare
@@ -94,10 +93,13 @@ def test_micro_batches_of_a_rank_are_those_of_its_slice(folder, tmp_path, name):
             same(one, other)
 
 
-@pytest.mark.parametrize("fault", [Input, Label, Ignored, Empty, Poison])
+@pytest.mark.beside
+@pytest.mark.parametrize("fault", ["Input", "Label", "Ignored", "Empty", "Poison"])
 @pytest.mark.parametrize("name", ["folder, crop_flip", "text"])
 def test_a_fault_has_the_same_samples_on_every_number_of_ranks(folder, tmp_path, name, fault):
-    data = fault(at=[2]).data(MADE[name](folder, tmp_path))
+    from stabletrain.beside import faults
+
+    data = getattr(faults, fault)(at=[2]).data(MADE[name](folder, tmp_path))
     for step in (1, 2):
         whole = data.batch(step, SIZE, "train")
         for rank, rows in enumerate(parts(data, step, "train", 3)):
@@ -134,16 +136,23 @@ class Number(Plain):
     rows = 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "reads"),
-    [(Plain, False), (WithRows, True), (OtherBatch, False), (Both, True), (Forwards, False), (Number, False)],
-)
+KINDS = [(Plain, False), (WithRows, True), (OtherBatch, False), (Both, True), (Forwards, False), (Number, False)]
+
+
+@pytest.mark.parametrize(("kind", "reads"), KINDS)
 def test_rows_that_do_not_know_the_batch_of_the_class_are_not_used(kind, reads):
     assert reads_rows(kind()) is reads
-    assert reads_rows(Label(at=[1]).data(kind())) is reads
     replaced = kind()
     replaced.batch = lambda step, size, split: None
     assert not reads_rows(replaced)
+
+
+@pytest.mark.beside
+@pytest.mark.parametrize(("kind", "reads"), KINDS)
+def test_data_with_a_fault_reads_rows_if_the_data_do(kind, reads):
+    from stabletrain.beside.faults import Label
+
+    assert reads_rows(Label(at=[1]).data(kind())) is reads
 
 
 @pytest.mark.parametrize("augment", ["crop_flip", "resized_crop"])

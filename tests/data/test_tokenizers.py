@@ -87,6 +87,7 @@ def test_a_network_that_never_answers_is_waited_for_only_so_long(shards_of, monk
     answer.set()
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_a_run_without_its_vocabulary_finishes_with_a_report_and_says_why_there_is_no_sample(tmp_path, shards_of):
     arguments = [*TINY_GPT, "data=tokens", f"data.path={shards_of('gpt2')}", "steps=2", "hydra.run.dir=run"]

@@ -33,6 +33,7 @@ def called(folder, *overrides):
     return found
 
 
+@pytest.mark.beside
 @pytest.mark.slow(unless=lambda model: model == "gpt")
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_of_forensics_runs_before_an_update_is_withheld(tmp_path, model):

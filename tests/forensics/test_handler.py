@@ -9,7 +9,6 @@ import re
 import pytest
 import torch
 
-from stabletrain.beside.comparison.reading.runs import read_events
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.errors import ConfigError, TrainingHalted
@@ -64,6 +63,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.beside
 @pytest.mark.slow(unless=lambda model, fault: (model, fault) == ("gpt", "activation"))
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fault", FAULTS)
@@ -87,6 +87,7 @@ CONTRACT = {
 PAGE = ("# Step 6: ", "## Fix", "## Replay it yourself", "stabletrain replay ")
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_the_folder_holds_every_field_and_section_of_the_contract(tmp_path):
     unsafe = ["precision=fp16", "precision.init_scale=1", "init=normal", "init.std=30"]
@@ -127,6 +128,7 @@ def test_existing_folders_count_against_the_budget(tmp_path):
     assert NoIncidentHandler().handle(request, never, states) is None
 
 
+@pytest.mark.beside
 def test_a_run_looks_into_no_more_incidents_than_its_budget_and_skips_the_rest_as_before(tmp_path):
     job = trained(tmp_path, *MODELS["gpt"], "faults=label", "faults.at=[3,6,9]", "forensics.max_incidents=2")
     assert len(list((tmp_path / "incidents").iterdir())) == 2
@@ -140,6 +142,7 @@ def test_an_empty_budget_is_refused(bad):
         IncidentHandler(**bad)
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("place", ["mkdir", "state", "diagnosis"])
 def test_a_full_disk_costs_the_folder_and_neither_the_cause_nor_the_run(tmp_path, monkeypatch, capsys, place):
     write = files.write
@@ -166,6 +169,7 @@ def test_a_full_disk_costs_the_folder_and_neither_the_cause_nor_the_run(tmp_path
     assert left.count("diagnosis.json") == (2 if place == "state" else 0)
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("part", ["investigate", "file_incident"])
 def test_an_error_while_explaining_is_one_line_and_the_run_goes_on(tmp_path, monkeypatch, capsys, part):
     monkeypatch.setattr(handler, part, lambda *_, **__: 1 / 0)
@@ -177,6 +181,7 @@ def test_an_error_while_explaining_is_one_line_and_the_run_goes_on(tmp_path, mon
     assert capsys.readouterr().out.count("this incident is not investigated: ZeroDivisionError") == 2
 
 
+@pytest.mark.beside
 def test_without_state_the_folder_is_small_and_still_names_the_cause(tmp_path):
     trained(tmp_path, *MODELS["gpt"], *FAULTS["label"], "forensics.keep_state=false")
     folder = tmp_path / "incidents" / "step-00000006"
@@ -216,6 +221,7 @@ def test_a_damaged_diagnosis_does_not_stop_a_resumed_run(tmp_path, text):
     assert opened(tmp_path).filed_at(60) is None
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_an_incident_met_again_after_a_kill_is_filed_once_and_nothing_of_a_half_one_is_left(tmp_path):
     chosen = [*QUIET[1:], *MODELS["gpt"], "faults=label", "faults.at=[5]", "checkpoint.every=4"]
@@ -235,9 +241,12 @@ def test_an_incident_met_again_after_a_kill_is_filed_once_and_nothing_of_a_half_
     with composed(*chosen, "resume=auto") as cfg:
         train(build(cfg, tmp_path))
     assert [path.name for path in (tmp_path / "incidents").iterdir()] == ["step-00000006"]
+    from stabletrain.beside.comparison.reading.runs import read_events
+
     assert [found["path"] for found in read_events(tmp_path)[0].incidents] == ["incidents/step-00000006"]
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_a_mistake_that_shows_again_is_filed_once_and_leaves_room_for_another(tmp_path):
     """A far too high learning rate fails after every rollback and is filed once; each bad label is filed."""

@@ -20,6 +20,8 @@ from stabletrain.trainer.loop import Due, log_forecast
 from tests.guard.given import Loop, batches, same
 from tests.guard.test_step_numbers import spoilt
 
+pytestmark = pytest.mark.beside
+
 EVERY, STEPS, RATE = 5, 200, 1e-12
 """The rate is so low that no weight moves."""
 

@@ -92,6 +92,7 @@ def trained(folder: Path, card: str, *overrides: str, reading=None, number: floa
     return recorder
 
 
+@pytest.mark.beside(when=lambda option: option.startswith("faults=") and option != "faults=none")
 @pytest.mark.slow(unless=lambda card, model, option: (card, model) == ("h100", "gpt") and option in FAST)
 @pytest.mark.parametrize(("card", "model", "option"), CASES)
 def test_every_option_trains(tmp_path, card, model, option):

@@ -401,6 +401,7 @@ def test_the_trainer_names_the_operation_and_neither_the_rate_nor_the_memory(tmp
     assert found["fix"][0] in halt
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("guard", ["rollback", "skip"])
 def test_one_bad_update_leaves_a_run_as_one_without_it(tmp_path, guard):
     def run(name, *overrides):

@@ -166,6 +166,7 @@ def test_nothing_outside_names_the_folder_beside_a_run_but_its_one_door():
     }
 
 
+@pytest.mark.beside(when=lambda library: all(room.startswith(BESIDE) for room in ONLY[library]))
 @pytest.mark.parametrize("library", ONLY)
 def test_a_library_stays_in_its_room(library):
     users = {place(file) for file in files() if any(name.split(".")[0] == library for name in imports(file))}
@@ -190,6 +191,7 @@ def test_there_is_no_circle_between_rooms():
     assert order.index("records") < order.index("step") < order.index("trainer") < order.index("cli")
 
 
+@pytest.mark.beside(when=lambda name: name.startswith(BESIDE))
 @pytest.mark.parametrize("name", TORCH_FREE)
 def test_what_answers_a_typo_does_not_load_torch(name):
     for imported in imports(PACKAGE / f"{name}.py", top_level_only=True):

@@ -16,7 +16,6 @@ from stabletrain.extension import NoPage
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
-from tests.beside.forecast.given import LOUD
 from tests.runs import CONF, composed
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
@@ -343,10 +342,17 @@ def overrides_for(group, option):
     return [choice, *small, *wandb, *others]
 
 
+def lies_beside(group, option):
+    """Whether an option's class, or that of an option which it chooses, lies in `stabletrain/beside/`."""
+    text = (CONF / group / f"{option}.yaml").read_text()
+    return "_target_: stabletrain.beside" in text or "override /faults" in text
+
+
 IN_THE_FAST_TIER = ("precision", "clipping", "optimizer", "guard", "stability", "objective", "parallel")
 """Groups of which every option is tried in the fast tier; of the others, the slow tier does."""
 
 
+@pytest.mark.beside(when=lambda group, option: lies_beside(group, option))
 @pytest.mark.slow(unless=lambda group, option: group in IN_THE_FAST_TIER)
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
 def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, group, option):
@@ -362,6 +368,7 @@ def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, grou
     assert seen["kept"][-2:] == ([] if "checkpoint=off" in chosen else saved)
 
 
+@pytest.mark.beside(when=lambda group, option: lies_beside(group, option))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "option"),
@@ -390,6 +397,11 @@ def keys_of(group, option):
     return [key for key, value in leaves(tree) if key and key != "_target_" and not str(value).startswith("${")]
 
 
+def needs_faults(group, option, key):
+    """Whether a key shows its effect only with an injected fault, or with a forecast (`needed_for`)."""
+    return group in ("faults", "forecast", "forensics", "guard") or (group, key) == ("checkpoint", "keep_best")
+
+
 KEYS = [
     (group, option, key)
     for group, option in OPTIONS
@@ -415,6 +427,7 @@ def unchanged(tmp_path_factory):
     return cache(lambda *overrides: observe_or_refusal(tmp_path_factory.mktemp("unchanged"), overrides))
 
 
+@pytest.mark.beside(when=lambda group, option, key: needs_faults(group, option, key))
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "option", "key"), KEYS, ids=lambda value: value)
 def test_every_key_of_every_option_is_alive(tmp_path, monkeypatch, places, unchanged, group, option, key):
@@ -426,6 +439,8 @@ def test_every_key_of_every_option_is_alive(tmp_path, monkeypatch, places, uncha
     if f"{group}={option}" in REFUSED_HERE:
         pytest.skip(f"refused as a whole here; {SEEN_ELSEWHERE.get(name, 'seen on another machine')}")
     if group == "forecast":  # its keys act on an alarm only
+        from tests.beside.forecast.given import LOUD
+
         monkeypatch.setattr("stabletrain.beside.forecast.forecast.fitted", lambda: LOUD)
     extra = needed_for(group, option, key, places)
     if extra is None:

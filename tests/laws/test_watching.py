@@ -8,7 +8,6 @@ from stabletrain.checkpoint.tree import flatten
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
-from tests.beside.forecast.given import LOUD
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 ALWAYS = [
@@ -33,10 +32,13 @@ def trained(folder, *overrides):
     return flatten(state)
 
 
+@pytest.mark.beside
 @pytest.mark.slow(unless=lambda tiny, determinism: tiny is TINY_GPT_WITH_DROPOUT and determinism == "seeded")
 @pytest.mark.parametrize("determinism", ["seeded", "off"])
 @pytest.mark.parametrize("tiny", [TINY_GPT_WITH_DROPOUT, TINY_RESNET], ids=["gpt", "resnet"])
 def test_watching_everything_or_nothing_gives_the_same_bits(tmp_path, monkeypatch, tiny, determinism):
+    from tests.beside.forecast.given import LOUD
+
     monkeypatch.setattr("stabletrain.beside.forecast.forecast.fitted", lambda: LOUD)
     chosen = [*tiny, f"determinism={determinism}", "precision=bf16", "steps=6"]
     watched, watched_skeleton = trained(tmp_path / "watched", *chosen, *ALWAYS)

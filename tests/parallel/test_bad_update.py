@@ -23,6 +23,7 @@ def two(shared_place):
     return on_demand(shared_place / "bad_update_two", 2, CASES)
 
 
+@pytest.mark.beside
 @pytest.mark.slow(unless=lambda parallel, guard: (parallel, guard) in (("ddp", "skip"), ("fsdp", "rollback")))
 @pytest.mark.parametrize("guard", ["rollback", "skip"])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

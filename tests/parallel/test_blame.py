@@ -11,7 +11,7 @@ from tests.parallel.launches import on_demand
 from tests.parallel.test_one_rank_fault import seed_for
 from tests.runs import TINY_GPT
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.beside]
 
 RUN = [*TINY_GPT, "batch_size=4", "steps=6", "checkpoint=off", "monitors=none", "guard=skip", "warmup=none"]
 AT = 3

@@ -57,6 +57,7 @@ def events(folder, kind):
     return [event for event in read_jsonl(folder / "events.jsonl") if event["event"] == kind]
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weight", "moment"])
 def test_a_flipped_bit_of_one_rank_is_undone_and_the_run_ends_as_if_it_had_not_been(two, place, name):
@@ -72,6 +73,7 @@ def test_a_flipped_bit_of_one_rank_is_undone_and_the_run_ends_as_if_it_had_not_b
     assert (back["to"], back["loaded"]) == (8, 5), "replayed from the newest snapshot"
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_a_resnet_goes_back_too(two):
     for seen in two:
@@ -92,6 +94,7 @@ def test_a_statistic_of_one_rank_that_is_nan_does_not_stay(two):
         assert two[0]["nan_statistic"][field] == two[1]["nan_statistic"][field], field
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_without_snapshots_the_run_halts_and_what_is_saved_is_from_before(two, place):
     for seen in two:
@@ -102,6 +105,7 @@ def test_without_snapshots_the_run_halts_and_what_is_saved_is_from_before(two, p
     assert json.loads((place / "skip" / "run.json").read_text())["status"] == "halted"
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_guard_off_tells_and_goes_on(two, place):
     assert two[0]["off"]["error"] is None
@@ -109,6 +113,7 @@ def test_guard_off_tells_and_goes_on(two, place):
     assert events(place / "off", "divergence")
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_ranks_that_do_not_compare_see_nothing(two, place):
     assert two[0]["unseen"]["weights"] != two[1]["unseen"]["weights"], "or the fault would be none"
@@ -116,6 +121,7 @@ def test_ranks_that_do_not_compare_see_nothing(two, place):
     assert not events(place / "unseen", "divergence")
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_a_rank_that_keeps_erring_halts_the_run(two):
     for seen in two:

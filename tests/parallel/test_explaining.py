@@ -11,7 +11,7 @@ from tests.parallel.launches import finish, on_demand, start
 from tests.parallel.test_one_rank_fault import seed_for
 from tests.runs import ROOT, TINY_GPT
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.beside]
 
 AT = 3
 RUN = [*TINY_GPT, "batch_size=4", "steps=6", "checkpoint=off", "monitors=none", "warmup=none", f"faults.at=[{AT}]"]

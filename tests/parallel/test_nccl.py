@@ -13,6 +13,8 @@ from tests.devices import CARD
 from tests.parallel.launches import trained
 from tests.runs import TINY_GPT
 
+pytestmark = pytest.mark.beside
+
 RUN = [*TINY_GPT, "steps=6", "log_every=1", "precision=fp32", "determinism=strict", "compile=false", "monitors=none"]
 FAULT = ["faults=gradient", "faults.at=[3]"]
 

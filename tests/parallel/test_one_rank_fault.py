@@ -10,7 +10,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import on_demand
 from tests.runs import TINY_GPT, TINY_RESNET
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.beside]
 
 ALWAYS = ["forensics=off", "checkpoint=off", "monitors=none", "guard=skip", "schedule=constant", "warmup=none"]
 MODELS = {

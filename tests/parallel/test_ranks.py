@@ -203,6 +203,7 @@ def ended(tmp_path, ending, *arguments):
     return finish(start(1, str(script), *arguments, cwd=tmp_path))
 
 
+@pytest.mark.beside(when=lambda code: code == 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 2, 3])
 def test_a_rank_ends_with_its_code_whatever_its_threads_do(tmp_path, code):

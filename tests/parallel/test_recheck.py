@@ -36,6 +36,7 @@ def last_state(seen):
     return seen["states"][max(seen["states"], key=int)]
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("name", ["fault", "accumulated"])
 def test_the_rank_whose_gradient_was_wrong_once_is_named_and_the_run_ends_as_without_it(two, shared_place, name):
     faulty = [seen[name] for seen in two]

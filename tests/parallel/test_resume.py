@@ -15,7 +15,7 @@ from tests.parallel.worker import of_tensor, perform
 from tests.reliability.ends import everything
 from tests.runs import TINY_GPT, TINY_RESNET
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beside]
 
 CLOCK = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
 ALWAYS = ["forensics=off", "monitors=none", "log_every=1", "schedule=constant", "warmup=none", "precision=fp32"]

@@ -31,6 +31,7 @@ def two(shared_place):
     return on_demand(shared_place / "state_two", 2, CASES)
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("where", ["weight", "exp_avg_sq"])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_all_ranks_withhold_and_the_run_ends_as_without_the_change(two, shared_place, parallel, where):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stabletrain.tracking.metrics import read_jsonl
+from tests.conftest import HAS_BESIDE
 from tests.devices import CARD
 from tests.parallel.launches import finish, performed, ranks_of, start, trained, until
 from tests.reliability.ends import everything, metrics
@@ -69,7 +70,7 @@ def test_torchrun_starts_the_installed_command(tmp_path):
     done = finish(start(2, "-m", "stabletrain", "train", *typed, cwd=tmp_path))
     assert done.returncode == 0, done.stderr
     assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["final"]["steps"]) == ("finished", 4)
-    assert "next     torchrun --nproc_per_node=2 -m stabletrain train -m " in done.stdout
+    assert ("next     torchrun --nproc_per_node=2 -m stabletrain train -m " in done.stdout) == HAS_BESIDE
     refused = finish(start(2, "-m", "stabletrain", "train", "stepz=3", cwd=tmp_path))
     assert refused.stderr.count("stabletrain: stepz: there is no such key; did you mean steps?") == 1
 
@@ -141,6 +142,7 @@ def test_a_rank_whose_device_waits_for_a_killed_one_ends_with_the_same_message(t
     assert "has ended without an error message: it was killed" in found["reason"]
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "killed"), [("ddp", 0), ("fsdp", 1)])
 def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole, kind, killed):
@@ -192,7 +194,7 @@ def test_ctrl_c_saves_and_the_line_continue_is_a_command_that_goes_on(tmp_path, 
     words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
     again = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
-    assert "next     torchrun --nproc_per_node=2 " in again.stdout
+    assert ("next     torchrun --nproc_per_node=2 " in again.stdout) == HAS_BESIDE
     same_end(folder, whole / "ddp")
 
 

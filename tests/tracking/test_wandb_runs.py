@@ -35,6 +35,7 @@ def same(wanted, found):
     return found == wanted or (isinstance(wanted, float) and math.isnan(wanted) and math.isnan(found))
 
 
+@pytest.mark.beside
 def test_every_metric_of_every_logged_step_is_there(sweep):
     for folder in sweep:
         wanted = read_jsonl(folder / "metrics.jsonl")
@@ -45,6 +46,7 @@ def test_every_metric_of_every_logged_step_is_there(sweep):
                 assert name == "time" or same(value, point[name]), name
 
 
+@pytest.mark.beside
 def test_every_config_key_is_there_with_the_choice_of_each_group(sweep):
     from omegaconf import OmegaConf
 
@@ -59,6 +61,7 @@ def test_every_config_key_is_there_with_the_choice_of_each_group(sweep):
         assert config["hardware"] == record["hardware"]
 
 
+@pytest.mark.beside
 def test_runs_of_a_sweep_stand_together_and_can_be_told_apart(sweep):
     first, second = map(read, sweep)
     assert first["group"] == second["group"] == f"{sweep[0].parents[1].name}_{sweep[0].parent.name}"
@@ -69,6 +72,7 @@ def test_runs_of_a_sweep_stand_together_and_can_be_told_apart(sweep):
     assert first["id"] != second["id"]
 
 
+@pytest.mark.beside
 def test_the_summary_is_the_line_of_a_table(sweep):
     for folder in sweep:
         summary, record = read(folder)["summary"], json.loads((folder / "run.json").read_text())
@@ -83,6 +87,7 @@ def test_the_summary_is_the_line_of_a_table(sweep):
         assert summary["spike/score"] == 0
 
 
+@pytest.mark.beside
 def test_incidents_are_a_table_and_an_alert(sweep):
     for folder in sweep:
         [incident] = [line for line in read_jsonl(folder / "events.jsonl") if line["event"] == "incident"]
@@ -99,6 +104,7 @@ def test_incidents_are_a_table_and_an_alert(sweep):
         assert [title for title, _ in read(folder)["alerts"]] == [f"incident: {incident['cause']}"]
 
 
+@pytest.mark.beside
 def test_plots_are_drawn_against_the_step_and_only_what_one_wants_to_see(sweep):
     found = read(sweep[0])
     names = {name for point in found["history"] for name in point if name[0] != "_" and not name.startswith("incident")}
@@ -148,6 +154,7 @@ def test_images_have_their_own_numbers(tmp_path):
     assert 0 <= found["summary"]["val/accuracy"] <= 1
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_what_a_continued_run_met_before_is_still_in_its_table(tmp_path):
     ended(tmp_path, *TINY_GPT, *QUIET, *NAN, "checkpoint.every=5", "steps=15")

@@ -92,6 +92,7 @@ HALTS = {
 HALTS["no checkpoints"].remove("checkpoint.every=5")
 
 
+@pytest.mark.beside(when=lambda case: case == "bad data")
 @pytest.mark.slow(unless=lambda case: case == "bad data")
 @pytest.mark.parametrize("case", HALTS)
 def test_the_printed_command_trains_on(tmp_path, case):

@@ -134,6 +134,7 @@ def place(request, tmp_path_factory):
     return place
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 @pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")
 def test_a_compiled_run_trains_and_its_checkpoint_has_the_plain_names(place):
@@ -150,6 +151,7 @@ def test_a_compiled_run_trains_and_its_checkpoint_has_the_plain_names(place):
     assert hardware["compile_seconds"] > 0
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 @pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize("run", ["compiled", "chunks"])

@@ -15,6 +15,8 @@ from tests.beside.forecast.given import LOUD
 from tests.runs import TINY_GPT, composed
 from tests.trainer.given import make_run, reading
 
+pytestmark = pytest.mark.beside
+
 NOTHING_DUE = Due(evaluate=False, save=False, snapshot=False, stop="", reading=True)
 SEEN = {"monitors/attn_logit_max/blocks.0": 3e4}
 

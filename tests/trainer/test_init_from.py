@@ -262,6 +262,7 @@ def damage(run):
         (checkpoint / "model.safetensors").write_bytes(b"damaged")
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_an_incident_is_replayed_without_the_source(tmp_path, source):
     gone = shutil.copytree(source, tmp_path / "gone")
@@ -287,6 +288,7 @@ def test_keys_that_would_do_nothing_are_refused(tmp_path, source):
     )
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_a_comparison_shows_where_the_weights_came_from(tmp_path, source):
     trained(tmp_path / "runs" / "own", *SMALL)

@@ -17,7 +17,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.devices import need_torchao
-from tests.laws.test_keys import OPTIONS, REFUSED_HERE, REFUSED_WITH_RESNET
+from tests.laws.test_keys import OPTIONS, REFUSED_HERE, REFUSED_WITH_RESNET, lies_beside
 from tests.runs import composed
 from tests.trainer.test_changes import begun, event
 
@@ -87,6 +87,7 @@ def bases(tmp_path_factory):
     return base
 
 
+@pytest.mark.beside(when=lambda group, option: lies_beside(group, option))
 @pytest.mark.slow(unless=lambda name, group, option: (name, group, option) in FAST)
 @pytest.mark.parametrize(("name", "group", "option"), CASES)
 def test_every_option_does_what_the_table_says(tmp_path, bases, name, group, option):

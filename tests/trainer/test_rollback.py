@@ -289,6 +289,7 @@ def test_a_halt_keeps_what_was_spent(tmp_path):
     assert job.state.step == 80
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_after_a_restart_a_ruined_checkpoint_is_not_gone_back_to_again_and_again(tmp_path):
     """The newest checkpoint was taken after the ruin and before the ruin was noticed; an older one must be there."""

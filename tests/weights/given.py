@@ -2,7 +2,6 @@
 
 import torch
 
-from stabletrain.beside.export.trained import Trained
 from tests.models.given import small
 
 GPT2_PARTS = {"position": "learned", "mlp": "gelu_tanh", "norm_eps": 1e-5, "bias": True, "tied_head": True}
@@ -21,6 +20,8 @@ def gpt2_like(**changes):
 
 def trained(model, *, samples=None, choices=None, tokenizer="bytes"):
     """The model as `stabletrain export` hands it to a format."""
+    from stabletrain.beside.export.trained import Trained
+
     kind = type(model)
     config = {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
     return Trained(model.eval(), config, choices or {}, {"run": "abc", "step": "7"}, lambda: samples, "", tokenizer)

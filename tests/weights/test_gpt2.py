@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stabletrain.beside.export.to_transformers import sizes_of
 from stabletrain.errors import ConfigError
 from stabletrain.weights import gpt2
 from tests.models.given import small
@@ -25,8 +24,11 @@ def folder_of(place, tensors, **changes):
     return place
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("changes", [{}, {"tied_head": False}, {"mlp": "gelu"}], ids=str)
 def test_there_and_back_keeps_every_bit_and_every_size(changes, tmp_path):
+    from stabletrain.beside.export.to_transformers import sizes_of
+
     model = gpt2_like(**changes)
     sizes = sizes_of(model)
     config = gpt2.config_of(sizes)

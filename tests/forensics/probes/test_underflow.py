@@ -155,6 +155,7 @@ def test_an_incident_is_replayed_from_its_folder_and_a_larger_scale_is_tried(tmp
     assert "after its update, the step is finite, and 100.0% of its gradients" in capsys.readouterr().out
 
 
+@pytest.mark.beside
 @pytest.mark.slow
 def test_a_collapse_that_ends_the_run_is_explained_even_if_bad_data_was_skipped_before_it(tmp_path):
     halting = ["guard=skip", "guard.max_consecutive=3", "precision=fp16", "precision.init_scale=1"]

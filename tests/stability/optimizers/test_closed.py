@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from stabletrain.beside.faults import in_step
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy.limits import LARGEST_NORM
 from stabletrain.monitors.tensor_norms import measure_all
@@ -418,7 +417,10 @@ def test_hooks_of_others_are_named():
     handle.remove()
 
 
+@pytest.mark.beside
 def test_hooks_of_this_package_keep_the_proof_but_not_an_injected_fault():
+    from stabletrain.beside.faults import in_step
+
     optimizer = made()
     Rounding([]).attach(optimizer)
     assert why_unproven(optimizer) == ""
