@@ -174,9 +174,9 @@ def resolve_resume(typed: Arguments) -> Arguments:
         typed = merged(Arguments(["-m", *first.options], first.overrides), typed)
         return in_folder(with_overrides(typed, "resume=auto"), "hydra.sweep.dir", path)
     path = path.parent if path.name == "checkpoints" else path
-    if (path / "manifest.json").exists():
+    if os.path.exists(path / "manifest.json"):  # not `Path.exists`, which raises if the name is too long for a file
         return with_overrides(merged(trusted_arguments(path.parent.parent), typed), f"resume={quoted(path)}")
-    if (path / "checkpoints").is_dir():
+    if os.path.isdir(path / "checkpoints"):
         return in_folder(with_overrides(merged(trusted_arguments(path), typed), "resume=auto"), "hydra.run.dir", path)
     raise ConfigError(
         f"resume={resume} is neither a run folder nor a checkpoint: use auto, none, or outputs/<date>/<time>"
@@ -222,7 +222,8 @@ def is_of_another_option(override: str, then: Arguments, options: list[str]) -> 
 def in_folder(arguments: Arguments, key: str, folder: Path) -> Arguments:
     """Returns the arguments with the folder to continue in."""
     # null keeps Hydra from overwriting `.hydra/`, its record of the first start
-    began = (folder / "run.json").exists() or ((folder / "checkpoints").is_dir() and (folder / ".hydra").exists())
+    there = os.path.isdir(folder / "checkpoints")
+    began = os.path.exists(folder / "run.json") or (there and os.path.exists(folder / ".hydra"))
     kept = ["hydra.output_subdir=null"] if began else []
     return with_overrides(arguments, f"{key}={quoted(folder)}", *kept)
 

@@ -19,7 +19,7 @@ from stabletrain.checkpoint.folder import find
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import Metrics, read_jsonl
 from stabletrain.tracking.run_folder import Description, RunFolder
-from tests.checkpoint.given import FILES, Run, tree
+from tests.checkpoint.given import FILES, Run
 from tests.runs import ROOT, TINY_GPT, command
 
 ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO]
@@ -77,36 +77,6 @@ class Failing:
                 return file.fileno()
 
         return Handle()
-
-
-CALLS = 18
-"""Of a replacement: the folder is made; four files are opened, written (that of the model in two pieces) and
-synchronised; the folder is synchronised; two are renamed; and the folder around it is synchronised."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
-def test_whatever_call_fails_the_run_goes_on_and_earlier_checkpoints_stay(tmp_path, monkeypatch, capfd, number):
-    outcomes = []
-    for at in range(1, CALLS + 3):
-        run = Run(tmp_path / str(at))
-        run.save(10)
-        run.save(20)
-        run.events.clear()
-        with monkeypatch.context() as patch:
-            failing = Failing(patch, at, number)
-            run.save(20, tree=tree(20, 21))
-        failed = run.checkpoints.failed
-        assert [kind for kind, _, _ in run.events] == [["checkpoint", "checkpoint_failed"][failed]]
-        printed = capfd.readouterr().err
-        assert printed.count("\n") == failed
-        assert not failed or f"the checkpoint of step 20 was not written ({os.strerror(number)})" in printed
-        assert run.steps() == [10, 20]  # and nothing hidden
-        assert Run(tmp_path / str(at)).preferred().load()["model"]["w"][0, 0] == (20 if failed else 21)
-        outcomes.append(failed == 1)
-    assert failing.calls == CALLS
-    kept = {15, 18} if number == errno.EACCES else {18}  # these synchronise folders
-    assert outcomes == [at <= CALLS and at not in kept for at in range(1, CALLS + 3)]
 
 
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)

@@ -19,8 +19,8 @@ from stabletrain.checkpoint.folder import find, run_of
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import read_jsonl
-from tests.checkpoint.given import FILES, Run, flip, forge, rewrite_manifest, tree
-from tests.runs import ROOT, TINY_GPT, command, python
+from tests.checkpoint.given import FILES, Run, flip, forge, rewrite_manifest
+from tests.runs import TINY_GPT, command
 
 CHECKSUM = "does not match its checksum"
 
@@ -167,22 +167,6 @@ def test_every_byte_of_a_manifest_counts(run):
     assert reader.verify(run.path(20)).val_loss == 1e-05
 
 
-@pytest.mark.parametrize("name", FILES[:3])
-def test_a_turned_bit_is_noticed_wherever_it_is(run, name):
-    run.save(20)
-    file = run.path(20) / name
-    size = file.stat().st_size
-    for byte in sorted({0, 7, 8, 9, 40, size // 2, size - 2, size - 1} & set(range(size))):
-        for bit in (0, 7):
-            flip(file, byte, bit)
-            with pytest.raises(UnusableCheckpoint, match=rf"step-00000020: {name} {CHECKSUM}"):
-                reader.verify(run.path(20))
-            with pytest.raises(UnusableCheckpoint, match=rf"step-00000020: {name} {CHECKSUM}"):
-                Checkpoint(run.path(20), 20, True, None, {}).load()
-            flip(file, byte, bit)
-    assert reader.verify(run.path(20)).load()["step"] == 20
-
-
 def test_damage_after_verifying_is_noticed_when_loading(run):
     run.save(10)
     found = run.newest()
@@ -190,18 +174,6 @@ def test_damage_after_verifying_is_noticed_when_loading(run):
     for load in (found.load, found.load_model):
         with pytest.raises(UnusableCheckpoint, match=r"model.safetensors does not match"):
             load()
-
-
-def test_several_damaged_ones_are_each_named_and_the_newest_whole_one_is_used(tmp_path, capfd):
-    run = Run(tmp_path, keep=4)
-    for step in (10, 20, 30, 40):
-        run.save(step)
-    flip(run.path(40) / "state.json")
-    (run.path(30) / "manifest.json").unlink()
-    assert run.newest().step == 20
-    first, second = capfd.readouterr().err.splitlines()
-    assert f"{run.path(40)}: state.json {CHECKSUM}" in first
-    assert f"{run.path(30)}: manifest.json is missing" in second
 
 
 # ------------------------------------------------------------------------------------------- cannot be read
@@ -260,82 +232,6 @@ def test_what_has_a_hidden_name_is_never_read(run):
     shutil.rmtree(run.path(20))
     assert run.newest().step == 10
     assert find(run.folder).step == 10
-
-
-def test_one_set_aside_to_be_replaced_comes_back_and_other_leftovers_go(tmp_path, run):
-    run.save(10)
-    run.path(10).rename(run.folder / ".step-00000010.old-1")
-    (run.folder / ".step-00000020.tmp-1").mkdir()
-    shutil.copytree(run.folder / ".step-00000010.old-1", run.folder / ".step-00000030.gone-1")
-    (run.folder / ".step-00000040.gone-1").touch()
-    again = Run(tmp_path)
-    assert again.steps() == [10]
-    assert again.newest().step == 10
-
-
-@pytest.mark.parametrize("there", ["whole", "damaged", "empty", "a file"])
-def test_one_set_aside_gives_way_to_a_whole_one_only(tmp_path, run, there):
-    run.save(10, tree=tree(10, 11))
-    shutil.copytree(run.path(10), run.folder / ".step-00000010.old-1")
-    run.save(10, tree=tree(10, 12))
-    if there == "damaged":
-        cut(run.path(10) / "model.safetensors", 1)
-    elif there != "whole":
-        shutil.rmtree(run.path(10))
-        run.path(10).mkdir() if there == "empty" else run.path(10).touch()
-    again = Run(tmp_path)
-    assert again.newest().load()["model"]["w"][0, 0] == (12 if there == "whole" else 11)
-    assert again.steps() == [10]
-
-
-KILLED_AT = r"""
-import itertools, os, signal, sys
-from pathlib import Path
-import torch
-from tests.checkpoint.given import Run, tree
-
-torch.set_num_threads(1)
-
-def killing(function, at, calls):
-    def called(*arguments, **options):
-        result = function(*arguments, **options)
-        calls.append(function)
-        if len(calls) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    return called
-
-for at in itertools.count(1):
-    folder = Path(sys.argv[1], str(at))
-    run = Run(folder)
-    run.save(10)
-    run.save(20)
-    child = os.fork()
-    if child == 0:
-        calls = []
-        os.fsync, Path.rename, Path.mkdir = (killing(f, at, calls) for f in (os.fsync, Path.rename, Path.mkdir))
-        run.save(20, tree=tree(20, 21))  # replaces one that is there
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    assert status in (0, signal.SIGKILL), status
-    left = [name for name in os.listdir(run.folder) if name.startswith(".")]
-    again = Run(folder)
-    assert again.steps() == [10, 20], again.steps()
-    print(int(again.newest().load()["model"]["w"][0, 0]), *sorted(left))
-    if status == 0:
-        break
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_after_any_call_of_a_replacement_leaves_the_old_or_the_new_one(tmp_path):
-    done = python("-c", KILLED_AT, str(tmp_path), cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = [re.sub(r"-\d+( |$)", r"\1", line) for line in done.stdout.splitlines()]
-    half, aside = "20 .step-00000020.tmp", "20 .step-00000020.old .step-00000020.tmp"
-    renamed = "21 .step-00000020.old"
-    # the folder is made, four files and itself synchronised, two renames, and the folder around it synchronised
-    assert found == [*[half] * 6, aside, renamed, renamed, "21"]
 
 
 # -------------------------------------------------------------------------------------------------- foreign

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stabletrain.checkpoint import sharded, writer
-from stabletrain.checkpoint.reader import peek, verify
+from stabletrain.checkpoint.reader import peek
 from stabletrain.checkpoint.sharded import RankShard, begin, note_of
 from stabletrain.checkpoint.tree import ShardWriters
 from stabletrain.checkpoint.writer import write_file
@@ -40,24 +40,6 @@ def shards(folder, count=2, weights=WEIGHTS, ending=None):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_shards_of_all_ranks_make_up_the_whole_state(folder, count):
-    first, *others = shards(folder, count)
-    for other in others:
-        other.write(healthy=True)
-    path, bad = first.publish(folder, ABOUT)
-    assert (path, bad) == (folder / "step-00000007", None)
-    assert names(folder) == ["step-00000007"]
-    found = verify(path)
-    assert (found.step, found.healthy, found.val_loss, found.info) == (7, True, 2.5, {"run": "abc"})
-    tree = found.load()
-    assert torch.equal(tree["model"]["w"], WEIGHTS)
-    assert torch.equal(tree["model"]["b"], torch.ones(1))
-    assert torch.equal(tree["optimizer"]["state"]["w"]["exp_avg_sq"], MOMENTS["exp_avg_sq"])
-    assert tree["step"] == 7
-    assert not [*path.glob(".*")], "the notes of the ranks are deleted"
 
 
 def test_rank_0_publishes_after_the_last_rank_has_written(folder):
@@ -94,19 +76,6 @@ def test_if_a_rank_cannot_write_the_checkpoint_fails_and_the_error_names_the_ran
     assert names(folder) == []
 
 
-def test_a_failure_of_rank_0_is_raised_and_keeps_the_older_checkpoint(folder, monkeypatch):
-    first, second = shards(folder)
-    second.write(healthy=True)
-    first.publish(folder, ABOUT)
-    first, second = shards(folder, weights=-WEIGHTS)
-    second.write(healthy=True)
-    monkeypatch.setattr(writer, "write_file", lambda *_: os.stat("/nowhere"))
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        first.publish(folder, ABOUT)
-    assert names(folder) == ["step-00000007"]
-    assert torch.equal(verify(folder / "step-00000007").load_model()["w"], WEIGHTS)
-
-
 @pytest.mark.parametrize("bound", ["PATIENCE", "GRACE", "patience"])
 def test_waiting_for_a_missing_shard_is_bounded(folder, monkeypatch, bound):
     """Rank 0 waits for `PATIENCE` or less while the run continues, and for `GRACE` if it is ending with an error."""
@@ -122,37 +91,6 @@ def test_waiting_for_a_missing_shard_is_bounded(folder, monkeypatch, bound):
         first.publish(folder, ABOUT)
     assert refused.value.errno == errno.ETIMEDOUT
     assert names(folder) == []
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_non_finite_weight_in_any_shard_makes_the_checkpoint_unhealthy(folder, rank, value):
-    weights = WEIGHTS.clone()
-    weights[-1 if rank else 0] = value
-    first, second = shards(folder, weights=weights)
-    second.write(healthy=True)
-    path, bad = first.publish(folder, ABOUT)
-    assert bad == "w is not finite"
-    assert not verify(path).healthy
-
-
-def test_a_negative_second_moment_in_any_shard_makes_the_checkpoint_unhealthy(folder, monkeypatch):
-    damaged = MOMENTS["exp_avg_sq"].clone()
-    damaged[-1] = -1.0
-    monkeypatch.setitem(MOMENTS, "exp_avg_sq", damaged)
-    first, second = shards(folder)
-    second.write(healthy=True)
-    path, bad = first.publish(folder, ABOUT)
-    assert bad == "optimizer/w/exp_avg_sq is negative"
-    assert not peek(path).healthy
-
-
-def test_a_checkpoint_declared_unhealthy_is_not_inspected(folder):
-    first, second = shards(folder, weights=WEIGHTS * math.nan)
-    second.write(healthy=False)
-    path, bad = first.publish(folder, {**ABOUT, "healthy": False})
-    assert bad is None
-    assert not peek(path).healthy
 
 
 def test_a_rank_writes_its_note_last_and_lists_its_files(folder):

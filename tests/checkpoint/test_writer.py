@@ -19,7 +19,7 @@ from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.checkpoint.folder import find
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
-from tests.checkpoint.given import FILES, Run, flip, tree
+from tests.checkpoint.given import FILES, Run, flip
 
 
 def test_what_is_saved_is_what_is_loaded(run):
@@ -85,14 +85,6 @@ def test_training_does_not_wait_for_the_disk_but_the_next_save_does(tmp_path, mo
 def test_due_every_so_many_steps_and_never_at_0(run):
     assert [step for step in range(31) if run.checkpoints.due(step)] == [10, 20, 30]
     assert not any(NoCheckpoints().due(step) for step in range(1000))
-
-
-def test_a_step_reached_again_is_replaced(run):
-    run.save(10, val_loss=1.0)
-    run.save(10, val_loss=2.0, tree=tree(10, 11))
-    assert run.steps() == [10]
-    assert run.newest().val_loss == 2.0
-    assert run.newest().load()["model"]["w"][0, 0] == 11
 
 
 def test_every_byte_is_on_the_disk_before_the_name_appears(run, monkeypatch):
