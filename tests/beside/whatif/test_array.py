@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from stabletrain.beside.whatif import arm_run, array
+from stabletrain.beside.whatif import arm_run, array, rounds
 from stabletrain.beside.whatif.arm_run import ArmRun, run_arm
 from stabletrain.beside.whatif.arms import Arm
 from stabletrain.beside.whatif.base import read_base
@@ -236,7 +236,8 @@ def test_an_array_that_goes_to_another_step_has_to_end_first(shared_run, tmp_pat
     assert all(run.over for run in runs)
 
 
-def test_no_other_process_runs_an_arm_of_an_array(shared_run, tmp_path, queue):
+def test_no_other_process_runs_an_arm_of_an_array(shared_run, tmp_path, queue, monkeypatch):
+    monkeypatch.setattr(rounds, "run_arm", end_arm)
     runs = arm_runs_of(shared_run, tmp_path, arms=ARMS[:1])
     submitted(runs, queue)
     queue.answers = [all_tasks("PENDING", count=1)]
