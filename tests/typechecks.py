@@ -28,8 +28,9 @@ def jaxtyped_where_shapes_are(function: Any = None, /, *, typechecker: Any = Non
     """Stands for `jaxtyping.jaxtyped`: leaves a function without shapes to the type checker alone."""
     if function is None:
         return lambda function: jaxtyped_where_shapes_are(function, typechecker=typechecker)
-    # Not a function inside another: it may be an optimizer's step, and closed.py knows jaxtyping's wrapper only.
-    plain = isinstance(function, FunctionType) and "<locals>" not in function.__qualname__
+    # Not the step that `Guard.attach` defines inside a function: closed.py knows jaxtyping's wrapper only.
+    attached = "<locals>" in getattr(function, "__qualname__", "") and function.__module__ == "stabletrain.guard.attach"
+    plain = isinstance(function, FunctionType) and not attached
     if typechecker is not None and plain and not has_shapes(function):
         return typechecker(function)
     return WITH_SHAPES(function, typechecker=typechecker)

@@ -15,6 +15,7 @@ import pytest
 from stabletrain.beside.wandb_sync import batches, is_running, pieces
 from stabletrain.cli.commands import main
 from tests import forkserver
+from tests.once import once
 from tests.runs import ROOT
 from tests.tracking.wandb_server import KEY, serving
 
@@ -52,13 +53,15 @@ def environment(home, url=None, key=KEY):
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """Offline data of two runs in one folder; one of the runs was resumed."""
-    home = tmp_path_factory.mktemp("kept")
-    (home / "sweep").mkdir()
-    done = forkserver.run(["-c", RUNS, str(home / "sweep")], home, environment(home), timeout=240)
-    assert done.returncode == 0, done.stderr
-    for run in ("a", "b"):
-        (home / "sweep" / run / "run.json").write_text('{"status": "finished"}')
-    return home / "sweep"
+
+    def make(home):
+        (home / "sweep").mkdir(parents=True)
+        done = forkserver.run(["-c", RUNS, str(home / "sweep")], home, environment(home), timeout=240)
+        assert done.returncode == 0, done.stderr
+        for run in ("a", "b"):
+            (home / "sweep" / run / "run.json").write_text('{"status": "finished"}')
+
+    return once(tmp_path_factory, "wandb_kept", make) / "sweep"
 
 
 @pytest.fixture

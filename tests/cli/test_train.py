@@ -15,6 +15,7 @@ from stabletrain.cli.failures import traceback_text
 from stabletrain.cli.train import say_closing_lines
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.tracker import NoTracker
+from tests import forkserver
 from tests.conftest import HAS_BESIDE
 from tests.refusals import table
 from tests.runs import ROOT, TINY_GPT, command, installed, python
@@ -156,30 +157,28 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     assert {file: file.read_bytes() for file in before} == before, "the options in .hydra/ too"
 
 
-def begin(cwd, *overrides):
-    """A run in the background, once it has logged its first step."""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", *overrides],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def endless(cwd, *overrides):
+    """A run in the background, whose output goes to the files `out` and `err`."""
+    words = [str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", *overrides]
+    return forkserver.start(words, cwd, {**os.environ, "OMP_NUM_THREADS": "1"}, cwd / "out", cwd / "err")
+
+
+def logged_after(cwd, step):
+    """Waits until a run has logged a later step than this one."""
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        if [f for f in cwd.glob("outputs/*/*/metrics.jsonl") if f.read_bytes().count(b"\n") > 3]:
-            return process
+    while not any(line["step"] > step for file in cwd.glob("outputs/*/*/metrics.jsonl") for line in read_jsonl(file)):
+        assert time.monotonic() < deadline, (cwd / "err").read_text()
         time.sleep(0.05)
-    raise AssertionError(process.communicate())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_says_how_to_continue_and_the_same_command_continues(tmp_path, number):
-    process = begin(tmp_path)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 75
+    process = endless(tmp_path)
+    logged_after(tmp_path, 3)
+    os.kill(process.pid, number)
+    assert process.wait(240) == 75
+    errors = (tmp_path / "err").read_text()
     assert f"{number.name}: stopped after step" in errors
     assert "continue  python" in errors
     assert "resume=auto" in errors
@@ -189,20 +188,10 @@ def test_a_signal_saves_says_how_to_continue_and_the_same_command_continues(tmp_
     stopped = read_jsonl(folder / "metrics.jsonl")[-1]["step"]
     assert (folder / "checkpoints" / f"step-{stopped:08}").is_dir()
 
-    again = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", "resume=auto"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 240
-    while read_jsonl(folder / "metrics.jsonl")[-1]["step"] <= stopped and time.monotonic() < deadline:
-        assert again.poll() is None, again.stderr.read()
-        time.sleep(0.05)
-    again.send_signal(number)
-    again.communicate(timeout=240)
-    assert again.returncode == 75
+    again = endless(tmp_path, "resume=auto")
+    logged_after(tmp_path, stopped)
+    os.kill(again.pid, number)
+    assert again.wait(240) == 75
     steps = [line["step"] for line in read_jsonl(folder / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1)), "nothing is missing and nothing is twice"
     assert len(list(tmp_path.glob("outputs/*/*"))) == 1, "it continued in the folder of the run"
@@ -258,10 +247,11 @@ def test_a_refused_resume_does_the_run_no_harm(tmp_path):
 
 @pytest.mark.slow
 def test_without_checkpoints_a_signal_does_not_claim_that_anything_was_saved(tmp_path):
-    process = begin(tmp_path, "checkpoint=off")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 130
+    process = endless(tmp_path, "checkpoint=off")
+    logged_after(tmp_path, 3)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(240) == 130
+    errors = (tmp_path / "err").read_text()
     assert "checkpoint=off: nothing is saved" in errors
     assert "continue" not in errors
 

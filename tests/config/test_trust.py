@@ -19,6 +19,7 @@ from stabletrain.cli.commands import main
 from stabletrain.config import trust
 from stabletrain.errors import ConfigError
 from stabletrain.guard.guard import Guard
+from tests.once import once
 from tests.runs import TINY_GPT
 
 TINY = [*TINY_GPT, "steps=8", "guard=skip", "report=false", "precision=fp32", "faults=label", "faults.at=[5]"]
@@ -27,10 +28,12 @@ TINY = [*TINY_GPT, "steps=8", "guard=skip", "report=false", "precision=fp32", "f
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
     """Another user's run, with an incident and an export."""
-    folder = tmp_path_factory.mktemp("theirs") / "run"
-    stabletrain.train([*TINY, f"hydra.run.dir={folder}"])
-    assert main(["export", str(folder), "--to", "safetensors", "--out", str(folder / "exported")]) == 0
-    return folder
+
+    def make(folder):
+        stabletrain.train([*TINY, f"hydra.run.dir={folder}"])
+        assert main(["export", str(folder), "--to", "safetensors", "--out", str(folder / "exported")]) == 0
+
+    return once(tmp_path_factory, "theirs", make)
 
 
 @pytest.fixture
@@ -305,16 +308,31 @@ class Mine(torch.optim.SGD):
 """
 
 
+@pytest.fixture(scope="module")
+def owns(tmp_path_factory):
+    """A run with a class of the user's own, its code, and the state folder of that user."""
+
+    def make(place):
+        (place / "code").mkdir(parents=True)
+        (place / "code" / "own_optimizer.py").write_text(OWN)
+        typed = [*TINY, "optimizer=sgd", "optimizer._target_=own_optimizer.Mine", "hydra.run.dir=run"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(place / "code"))
+            patch.setenv("XDG_STATE_HOME", str(place / "state"))
+            patch.chdir(place)
+            stabletrain.train(typed)
+
+    return once(tmp_path_factory, "own_class", make)
+
+
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    """A run with a class of the user's own."""
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "own_optimizer.py").write_text(OWN)
+def own(owns, tmp_path, monkeypatch):
+    """A copy of that run, for its user."""
+    shutil.copytree(owns, tmp_path, dirs_exist_ok=True)
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
-    typed = [*TINY, "optimizer=sgd", "optimizer._target_=own_optimizer.Mine", "hydra.run.dir=run"]
-    return stabletrain.train(typed).folder
+    return tmp_path / "run"
 
 
 @pytest.mark.beside
@@ -446,13 +464,21 @@ def test_nothing_is_written_through_a_link_in_a_folder_whose_record_is_missing(r
     assert {*target.rglob("*")} == before
 
 
-@pytest.mark.beside
-@pytest.mark.parametrize("link", ["checkpoints", "incidents", "export", "whatif/step-00000000", "wandb"])
-def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_path, capsys, link):
-    target, place = tmp_path / "valuable", run / link
+LINKS = ["checkpoints", "incidents", "export", "whatif/step-00000000", "wandb"]
+
+
+def linked(place, target):
+    """Moves a folder of a run, or makes an empty one, and leaves a link."""
     place.parent.mkdir(exist_ok=True)
     shutil.move(place, target) if place.exists() else target.mkdir()
     place.symlink_to(target)
+
+
+@pytest.mark.beside
+@pytest.mark.parametrize("link", LINKS)
+def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_path, capsys, link):
+    target, place = tmp_path / "valuable", run / link
+    linked(place, target)
     before = {*target.rglob("*")}
     typed = ["export", str(run), "--to", "safetensors"], ["whatif", str(run), "--from", "4", "--steps", "0"]
     for command in typed:
@@ -461,6 +487,12 @@ def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_p
     with pytest.raises(ConfigError, match="is a link to"):
         stabletrain.train([f"resume={run}", "steps=9"])
     assert {*target.rglob("*")} == before
+
+
+@pytest.mark.slow(unless=lambda link: link == "checkpoints")
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_that_was_trusted_once_is_followed(run, tmp_path, link):
+    linked(run / link, tmp_path / "valuable")
     assert stabletrain.train([f"resume={run}", "steps=9", "--trust"]).status == "finished"
     assert stabletrain.train([f"resume={run}", "steps=10"]).status == "finished"
 

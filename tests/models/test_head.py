@@ -106,6 +106,7 @@ def test_a_head_kept_in_fp32_is_not_padded(tied):
     assert isinstance(model.head, TiedHead if tied else Head)
 
 
+@pytest.mark.slow(unless=lambda tied, dtype: tied == (dtype is HALF[0]))
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_trace_names_the_head_whose_product_overflows(tied, dtype):

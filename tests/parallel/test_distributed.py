@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.parallel.launches import on_demand
+from tests.parallel.launches import on_demand, performed
 from tests.parallel.worker import numbers, perform
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET
 
@@ -34,7 +34,10 @@ BOTH = {
 }
 """What ddp and fsdp can both do."""
 
-ESSENTIAL = ("gpt", "uneven_accumulated", "resnet", "numbers_accumulated")
+ESSENTIAL = (
+    *("ddp/gpt", "auto/gpt", "ddp/uneven_accumulated", "fsdp/uneven_accumulated"),
+    *("fsdp/resnet", "ddp/numbers_accumulated"),
+)
 """Cases of the fast tier."""
 
 DDP_ONLY = {
@@ -61,9 +64,29 @@ NARROW = {
 CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.growth_interval=2"]
 """The scale falls and rises. The gradients of a rank's part of the batch overflow at a lower scale."""
 
+WITH_ONE = {
+    *("fsdp/norm", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "ddp/own_loss"),
+    *("ddp/bf16", "fsdp/fp8", "ddp/fp8_rowwise"),
+}
+"""Options that are tried with ddp or with fsdp: nothing in them depends on it."""
+
+COVERED = ("accumulated", "uneven", "numbers")
+"""Their runs are parts of those of uneven_accumulated and numbers_accumulated."""
+
+
+def is_tried(kind, name):
+    """Whether an option is tried with a kind of parallel run."""
+    both = f"{kind}/{name}" in WITH_ONE or not {f"ddp/{name}", f"fsdp/{name}"} & WITH_ONE
+    return both and name not in COVERED
+
+
 KINDS = {
-    **{f"{kind}/{name}": [*chosen, f"parallel={kind}"] for name, chosen in BOTH.items() for kind in ("ddp", "fsdp")},
-    **{f"{kind}/{name}": [*chosen, f"parallel={kind}"] for name, chosen in NARROW.items() for kind in ("ddp", "fsdp")},
+    **{
+        f"{kind}/{name}": [*chosen, f"parallel={kind}"]
+        for name, chosen in (BOTH | NARROW).items()
+        for kind in ("ddp", "fsdp")
+        if is_tried(kind, name)
+    },
     **{f"ddp/{name}": [*chosen, "parallel=ddp"] for name, chosen in DDP_ONLY.items()},
     "ddp/dropout": [*GPT, "parallel=ddp", "model.dropout=0.5"],
     **{f"{kind}/fp16_calibrating": [*CALIBRATING, f"parallel={kind}"] for kind in ("ddp", "fsdp")},
@@ -136,11 +159,10 @@ def agree(seen, alone, rel=2e-5):
 
 
 @pytest.mark.slow(unless=lambda name: name in ESSENTIAL)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", [name for name in BOTH if name != "resnet"])
-def test_two_ranks_compute_what_one_does(two, one, kind, name):
+@pytest.mark.parametrize("name", [name for name in KINDS if name.partition("/")[2] in {*BOTH} - {"resnet"}])
+def test_two_ranks_compute_what_one_does(two, one, name):
     for seen in two:
-        agree(seen[f"{kind}/{name}"], one(*BOTH[name]))
+        agree(seen[name], one(*BOTH[name.partition("/")[2]]))
 
 
 @pytest.mark.slow
@@ -160,10 +182,17 @@ def test_what_looks_at_whole_tensors_does_so_with_ddp(two, one, name):
         agree(seen[f"ddp/{name}"], one(*DDP_ONLY[name]), rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def refused(shared_place):
+    """What each rank said of options that need whole tensors, in one launch."""
+    cases = {name: CASES[name] for name in REFUSED if name != "fsdp/agc"}
+    return performed(shared_place / "agreement_refused", 2, cases)
+
+
 @pytest.mark.slow(unless=lambda name: name == "fsdp/agc")
 @pytest.mark.parametrize("name", REFUSED)
-def test_and_is_refused_with_fsdp(two, name):
-    for seen in two:
+def test_and_is_refused_with_fsdp(request, name):
+    for seen in request.getfixturevalue("two" if name == "fsdp/agc" else "refused"):
         assert seen[name]["error"] == "ConfigError"
         assert "needs whole tensors, but parallel=fsdp shards them across the ranks: use " in seen[name]["message"]
         assert REFUSED[name][0] in seen[name]["message"]
@@ -175,6 +204,7 @@ def test_chunks_of_a_loss_are_refused_with_fsdp(two):
         assert "use loss_chunk=auto or none, or parallel=ddp" in seen["fsdp/chunks"]["message"]
 
 
+@pytest.mark.slow(unless=lambda kind: kind == "ddp")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_that_read_different_data_are_refused_on_every_rank(two, kind):
     for seen in two:
@@ -191,14 +221,13 @@ def test_weights_that_are_replaced_for_the_update_are_refused_with_ddp(two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", NARROW)
-def test_narrow_precisions_agree_within_their_rounding(two, one, kind, name):
-    alone = one(*NARROW[name])
+@pytest.mark.parametrize("name", [name for name in KINDS if name.partition("/")[2] in NARROW])
+def test_narrow_precisions_agree_within_their_rounding(two, one, name):
+    alone = one(*NARROW[name.partition("/")[2]])
     for seen in two:
-        assert numbers(seen[f"{kind}/{name}"], "loss") == pytest.approx(numbers(alone, "loss"), rel=5e-3)
+        assert numbers(seen[name], "loss") == pytest.approx(numbers(alone, "loss"), rel=5e-3)
         for field in ("loss_scale", "applied", "overflow"):
-            assert numbers(seen[f"{kind}/{name}"], field) == numbers(alone, field), field
+            assert numbers(seen[name], field) == numbers(alone, field), field
 
 
 @pytest.mark.slow
@@ -208,7 +237,7 @@ def test_four_ranks_compute_what_one_does(four, one, kind):
         agree(seen[f"{kind}/gpt"], one(*GPT))
 
 
-@pytest.mark.slow(unless=lambda name: name.partition("/")[2] in ESSENTIAL)
+@pytest.mark.slow(unless=lambda name: name in ESSENTIAL)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_rank_reads_the_same_numbers(two, name):
     """Bitwise, so that all ranks decide alike."""
@@ -227,7 +256,7 @@ def test_ranks_lower_and_raise_the_loss_scale_together(two, kind):
     assert 0 < sum(applied) < len(applied)
 
 
-@pytest.mark.slow(unless=lambda name: name.partition("/")[2] in ESSENTIAL)
+@pytest.mark.slow(unless=lambda name: name in ESSENTIAL)
 @pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_read_the_batches_of_one(two, one, name):
     alone = one(*(RESNET if "resnet" in name else NUMBERS if "numbers" in name or "own_loss" in name else GPT))

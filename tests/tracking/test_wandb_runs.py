@@ -14,6 +14,7 @@ from stabletrain.tracking.metrics import plain, read_jsonl
 from stabletrain.tracking.wandb_setup import LONGEST_TAG
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.once import once
 from tests.runs import TINY_GPT, TINY_RESNET, command, composed
 from tests.tracking.wandb_file import read, table
 
@@ -24,11 +25,14 @@ NAN = ["faults=gradient", "faults.at=[12]"]
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     """Two runs of a small GPT, each with a NaN in its thirteenth step, where there is no home folder."""
-    cwd = tmp_path_factory.mktemp("sweep")
-    done = command("-m", *TINY_GPT, *QUIET, *NAN, "qknorm=none,layernorm", cwd=cwd, HOME="", XDG_CACHE_HOME="")
-    assert done.returncode == 0, done.stderr
-    assert not {" ERROR ", " INFO "} & set(re.findall(" [A-Z]+ ", done.stdout + done.stderr)), "W&B's own log"
-    return sorted(cwd.glob("multirun/*/*/[01]"))
+
+    def make(cwd):
+        cwd.mkdir()
+        done = command("-m", *TINY_GPT, *QUIET, *NAN, "qknorm=none,layernorm", cwd=cwd, HOME="", XDG_CACHE_HOME="")
+        assert done.returncode == 0, done.stderr
+        assert not {" ERROR ", " INFO "} & set(re.findall(" [A-Z]+ ", done.stdout + done.stderr)), "W&B's own log"
+
+    return sorted(once(tmp_path_factory, "wandb_sweep", make).glob("multirun/*/*/[01]"))
 
 
 def same(wanted, found):

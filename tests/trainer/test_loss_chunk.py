@@ -27,7 +27,7 @@ def trained(folder, *overrides):
     return job
 
 
-@pytest.mark.slow(unless=lambda precision: precision == "bf16")
+@pytest.mark.slow(unless=lambda precision, more: precision == "bf16" and more)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("more", [[], ["zloss=palm", "softcap=gemma2", "grad_accum_steps=2", "model.tied_head=true"]])
 def test_the_run_equals_that_with_whole_logits_up_to_rounding(tmp_path, precision, more):
@@ -66,6 +66,7 @@ def test_a_bad_step_is_skipped_named_and_replayed(tmp_path):
     assert diagnosis["replays"]["same"]["bitwise_equal_to_reading"] is True
 
 
+@pytest.mark.slow(unless=lambda precision: precision == "fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_finite_step_is_replayed_to_the_bit_in_chunks(tmp_path, monkeypatch, precision):
     still = ["optimizer.lr=1e-30", "optimizer.weight_decay=0"]

@@ -96,11 +96,18 @@ def test_weights_that_are_not_finite_are_put_back_at_once_and_exactly(tmp_path, 
     assert (job.tools.guard.machine_faults, sum(job.tools.guard.skips.values())) == (1, 0)
 
 
+@pytest.fixture(scope="module")
+def rolled(tmp_path_factory):
+    """A run whose weights went wrong at tick 32."""
+    folder = tmp_path_factory.mktemp("rolled") / "run"
+    return trained(folder, "steps=50", "optimizer.lr=0.002", "eval_every=30", wrecked=[32]), folder
+
+
 @pytest.mark.slow
-def test_wrecked_weights_are_put_back(tmp_path):
-    job = trained(tmp_path, "steps=50", wrecked=[32], factor=1e4)
+def test_wrecked_weights_are_put_back(rolled):
+    job, folder = rolled
     assert job.state.step == 50
-    (event,) = events(tmp_path, "rollback")
+    (event,) = events(folder, "rollback")
     # The state after 25 steps has been followed by clean ones; that after 30 has not yet.
     assert (event["step"], event["to"], event["loaded"]) == (35, 25, 25)
     # Read since: 25 ... 34; and two more.
@@ -113,8 +120,9 @@ def test_wrecked_weights_are_put_back(tmp_path):
 
 def test_after_a_rollback_the_run_is_the_one_that_never_read_that_data(tmp_path):
     """The weights at the end are those of a run over the remaining data with the same learning rates."""
-    job = trained(tmp_path / "a", "steps=50", "guard.lr_factor=1", wrecked=[32])
-    with composed(*TINY_GPT, *QUICK, "steps=50") as cfg:
+    quiet = ["steps=36", "forensics=off", "monitors=none", "checkpoint=off", "eval_every=99"]
+    job = trained(tmp_path / "a", *quiet, "guard.lr_factor=1", wrecked=[32])
+    with composed(*TINY_GPT, *QUICK, *quiet) as cfg:
         other = build(cfg, tmp_path / "b")
         other.state.skipped = [(25, 37)]
         train(other)
@@ -123,35 +131,42 @@ def test_after_a_rollback_the_run_is_the_one_that_never_read_that_data(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_learning_rate_is_lowered_for_a_while(tmp_path):
-    trained(tmp_path, "steps=50", "optimizer.lr=0.002", wrecked=[32])
-    rates = {line["step"]: line["lr"] for line in lines(tmp_path) if "lr" in line and not line.get("rolled_back")}
+def test_the_learning_rate_is_lowered_for_a_while(rolled):
+    rates = {line["step"]: line["lr"] for line in lines(rolled[1]) if "lr" in line and not line.get("rolled_back")}
     assert [step for step, lr in rates.items() if lr == 0.001] == [26, 27, 28, 29, 30, 31]
     assert {rates[step] for step in rates if not 26 <= step <= 31} == {0.002}
 
 
 @pytest.mark.slow
-def test_nothing_that_was_measured_is_dropped_and_the_stretch_is_marked(tmp_path):
-    trained(tmp_path, "steps=50", "eval_every=30", wrecked=[32])
-    found = [line for line in lines(tmp_path) if "train/loss" in line]
+def test_nothing_that_was_measured_is_dropped_and_the_stretch_is_marked(rolled):
+    found = [line for line in lines(rolled[1]) if "train/loss" in line]
     assert [line["tick"] for line in found] == list(range(1, 61))
     assert [line["step"] for line in found] == [*range(1, 36), *range(26, 51)]
     assert [line["tick"] for line in found if line.get("rolled_back")] == list(range(26, 36))
     assert [line["guard/rollbacks"] for line in found] == [0] * 35 + [1] * 25
-    evaluated = [(line["step"], line.get("rolled_back", False)) for line in lines(tmp_path) if "val/loss" in line]
+    evaluated = [(line["step"], line.get("rolled_back", False)) for line in lines(rolled[1]) if "val/loss" in line]
     assert evaluated == [(30, True), (30, False), (50, False)]
 
 
+SAVING = ["steps=50", "checkpoint.every=12", "eval_every=20"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The same with checkpoints."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    return trained(folder, *SAVING, wrecked=[32]), folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("crash_at_tick", [29, 34, 36, 41, 55])
-def test_a_run_that_was_killed_rolls_back_exactly_as_one_that_was_not(tmp_path, crash_at_tick):
+@pytest.mark.parametrize("crash_at_tick", [29, 34, 36, 55])
+def test_a_run_that_was_killed_rolls_back_exactly_as_one_that_was_not(saved, tmp_path, crash_at_tick):
     """Law 4 with a rollback inside: before it, within the trouble, just after it, later."""
-    chosen = ["steps=50", "checkpoint.every=12", "eval_every=20"]
-    whole = trained(tmp_path / "whole", *chosen, wrecked=[32])
-    trained(tmp_path / "cut", *chosen, wrecked=[32], crash_at_tick=crash_at_tick)
-    resumed = trained(tmp_path / "cut", *chosen, "resume=auto", wrecked=[32])
+    whole, folder = saved
+    trained(tmp_path / "cut", *SAVING, wrecked=[32], crash_at_tick=crash_at_tick)
+    resumed = trained(tmp_path / "cut", *SAVING, "resume=auto", wrecked=[32])
     assert same(weights(whole), weights(resumed))
-    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    assert lines(tmp_path / "cut") == lines(folder)
     for name in ("guard", "recent", "clipping", "precision"):
         assert str(whole.saved.parts[name].state_dict()) == str(resumed.saved.parts[name].state_dict()), name
     assert (whole.state.executed_steps, whole.state.skipped) == (resumed.state.executed_steps, resumed.state.skipped)
@@ -228,8 +243,8 @@ def test_checkpoints_of_the_rolled_back_stretch_are_gone_and_the_new_course_is_s
 
 
 @pytest.mark.slow
-def test_an_end_that_says_what_the_guard_did(tmp_path):
-    job = trained(tmp_path, "steps=50", wrecked=[32])
+def test_an_end_that_says_what_the_guard_did(rolled):
+    job, _ = rolled
     said = job.output.closing()
     assert "guard    50 updates in 50 steps, 60 executed, 3 skipped (spike), 1 rollback, 10 steps" in said
     assert "batches never read again 25-36" in said
@@ -263,7 +278,9 @@ def test_trouble_in_the_last_steps_is_no_end(tmp_path):
 
 
 def test_a_run_that_ends_in_trouble_says_so(tmp_path, capsys):
-    with composed(*TINY_GPT, *[o for o in QUICK if not o.startswith("guard")], "guard=skip", "steps=40") as cfg:
+    with composed(
+        *TINY_GPT, *[o for o in QUICK if not o.startswith("guard")], "guard=skip", "steps=40", "monitors=none"
+    ) as cfg:
         job = build(cfg, tmp_path)
         wreck(job, [35])
         train(job)

@@ -12,6 +12,7 @@ from stabletrain.checkpoint.folder import find
 from stabletrain.config.make import Choice
 from stabletrain.errors import ConfigError
 from stabletrain.trainer.saved import sizes_in, sizes_of
+from tests.once import once
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -22,17 +23,24 @@ def trained(place, *overrides):
     return stabletrain.train([*overrides, *OTHERS, f"hydra.run.dir={place}"]).folder
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
     """A GPT's run folder; its text is gone."""
-    (tmp_path / "text.txt").write_text("no unsafe update ever reaches the weights. " * 200)
-    folder = trained(
-        tmp_path / "run",
-        *(*TINY_GPT, "data=text", f"data.path={tmp_path / 'text.txt'}", "model.dropout=0.5", "model.position=learned"),
-        *("steps=6", "checkpoint.every=2", "eval_every=2"),
-    )
-    (tmp_path / "text.txt").unlink()
-    return folder
+
+    def make(folder):
+        text = folder.with_name("text.txt")
+        text.write_text("no unsafe update ever reaches the weights. " * 200)
+        typed = [*TINY_GPT, "data=text", f"data.path={text}", "model.dropout=0.5", "model.position=learned"]
+        trained(folder, *typed, "steps=6", "checkpoint.every=2", "eval_every=2")
+        text.unlink()
+
+    return once(tmp_path_factory, "saved", make)
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 def test_a_model_is_loaded_without_its_data_in_eval_mode(run):
@@ -83,7 +91,7 @@ def test_what_cannot_be_loaded_is_one_error(run, tmp_path):
 
 
 def test_a_resnet_with_its_buffers_is_loaded(tmp_path):
-    folder = trained(tmp_path / "run", *TINY_RESNET, "steps=2")
+    folder = trained(tmp_path / "run", *TINY_RESNET, "model.depth=8", "steps=2")
     model, saved = stabletrain.load(folder), find(folder).load_model()
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)

@@ -96,10 +96,10 @@ def test_a_task_is_given_its_file_and_the_folder_of_its_arm(tmp_path):
 
 
 def test_the_array_is_named_before_it_runs(shared_run, asked, tmp_path, capsys):
-    words = ["--slurm", "--gpu", "a100", "--list"]
+    words = ["--slurm", "--gpu", "a100", "--list", "--arms", "nothing"]
     assert main(["whatif", str(shared_run), *words, "--cluster", str(tmp_path / "cluster.conf")]) == 0
     assert "\nthey run as a Slurm array on a100, one task per arm\n" in capsys.readouterr().out
-    assert main(["whatif", str(shared_run), "--list", "--jobs", "2"]) == 0
+    assert main(["whatif", str(shared_run), "--list", "--arms", "nothing", "--jobs", "2"]) == 0
     assert "\nthey run 2 arms at once, each in a process of its own\n" in capsys.readouterr().out
 
 

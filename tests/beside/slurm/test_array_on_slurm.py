@@ -24,7 +24,7 @@ LONG = "guard.max_rollbacks=50,faults=none"
 ARMS = ("nothing", "guard.max_rollbacks-50-faults-none")
 """The arms' folders: the numbers of their tasks."""
 
-TYPED = ["--arms", "nothing", LONG, "--past", "1000", "--steps", "0"]
+TYPED = ["--arms", "nothing", LONG, "--past", "600", "--steps", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_ctrl_c_cancels_the_array_and_the_same_command_goes_on(cluster, run, who
     assert cluster.state(job) in ("CANCELLED", "CANCELLED COMPLETED")
     assert json.loads((folder_of(run) / ARMS[1] / "run.json").read_text())["status"] == "preempted"
     stopped = step(run)
-    assert stopped < 1000
+    assert stopped < 600
     code, out, err = finished(submitted(cluster, run))
     check_code(0, code, out, err, cluster)
     assert json.loads((folder_of(run) / ARMS[1] / "run.json").read_text())["resumed"]

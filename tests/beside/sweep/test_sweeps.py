@@ -20,6 +20,7 @@ from stabletrain.config.checks import check
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests import forkserver
 from tests.runs import CONF, ROOT, TINY_GPT, command, composed
 
 QUICK = [*TINY_GPT, "steps=6", "checkpoint.every=2", "log_every=2"]
@@ -171,22 +172,20 @@ def stopped(tmp_path, chosen, number, running):
         return list(tmp_path.glob("sweep/*/metrics.jsonl"))
 
     before = {file: logged(file) for file in found()}
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", "guard=off", *chosen],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    words = [str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", "guard=off", *chosen]
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = forkserver.start(words, tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}, out, err)
     try:
-        while process.poll() is None and sum(logged(file) > before.get(file, 0) + 3 for file in found()) < running:
+        end = time.monotonic() + 240
+        while sum(logged(file) > before.get(file, 0) + 3 for file in found()) < running:
+            assert time.monotonic() < end, err.read_text()
             time.sleep(0.1)
-        process.send_signal(number)
-        said, errors = process.communicate()
-    finally:
+        os.kill(process.pid, number)
+        code = process.wait(240)
+    except BaseException:
         process.kill()
-    return process.returncode, said, errors
+        raise
+    return code, out.read_text(), err.read_text()
 
 
 @pytest.mark.slow

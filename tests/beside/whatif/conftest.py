@@ -5,11 +5,12 @@ import shutil
 import pytest
 
 from tests.beside.whatif.given import trained
+from tests.once import once
 
 
 @pytest.fixture(scope="session")
 def shared_run(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("whatif") / "run")
+    return once(tmp_path_factory, "whatif_run", trained)
 
 
 @pytest.fixture

@@ -159,6 +159,11 @@ CHANGES = {
 }
 
 
+TESTED_FAST = ("nothing", "skip", "lr_half", "rewarmup", "clip", "qknorm", "zloss", "moments", "mean")
+"""One arm of each way to change a run: its data, rate, clipping, weights, loss, moments, start."""
+
+
+@pytest.mark.slow(unless=lambda name: name in TESTED_FAST)
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_arm_changes_what_it_says(ran, name):
     arm = ran(name)

@@ -17,6 +17,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from tests.beside.comparison.browser import browser, opened
 from tests.beside.whatif.given import STEPS
 from tests.beside.whatif.test_ranking import ended
+from tests.once import once
 from tests.runs import python
 
 TYPED = ["--past", "30", "--steps", "30", "--best", "1"]
@@ -29,13 +30,18 @@ def typed(*words):
 @pytest.fixture(scope="module")
 def done(shared_run, tmp_path_factory):
     """A copy of the run after a what-if, and what it printed."""
-    run = shutil.copytree(shared_run, tmp_path_factory.mktemp("whatif") / "run")
-    ended = python(
-        "-m", "stabletrain.cli.commands", "whatif", str(run), "--arms", "lr_half", "optimizer.lr=1e-3,zloss=palm",
-        *TYPED, cwd=run.parent,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    return run, ended.stdout
+
+    def make(place):
+        run = shutil.copytree(shared_run, place / "run")
+        ended = python(
+            "-m", "stabletrain.cli.commands", "whatif", str(run), "--arms", "lr_half", "optimizer.lr=1e-3,zloss=palm",
+            *TYPED, cwd=place,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        (place / "out.txt").write_text(ended.stdout)
+
+    place = once(tmp_path_factory, "whatif_done", make)
+    return place / "run", (place / "out.txt").read_text()
 
 
 def folder_of(run):
@@ -178,7 +184,10 @@ def test_a_list_says_of_every_arm_why_and_writes_nothing(run, capsys):
         (["--from", "step-200"], "--from step-200: "),
         (["--arms", "lr_haf"], "--arms lr_haf: there is no such arm; did you mean lr_half?"),
         (["seed=1"], "seed=1: an arm cannot change seed: the arms read identical batches; fix: leave it out"),
-        (["optimizer.lr=fast"], "the arm optimizer.lr=fast does not apply: optimizer.lr=fast is not a number"),
+        (
+            ["--arms", "lr_half", "optimizer.lr=fast"],
+            "the arm optimizer.lr=fast does not apply: optimizer.lr=fast is not a number",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -211,15 +220,16 @@ def test_a_signal_ends_it_with_the_states_saved_and_the_code_of_an_interrupted_r
     reached = arm_run.ReachedStep.__call__
 
     def signalled(self, job):
-        if job.state.step == 90:
+        if job.state.step == 62:
             signal.raise_signal(signal.SIGTERM)
         return reached(self, job)
 
     monkeypatch.setattr(arm_run.ReachedStep, "__call__", signalled)
-    assert typed(run, "--arms", "lr_half", *TYPED) == 75
+    assert typed(run, "--arms", "lr_half", *TYPED, "--from", "step-60") == 75
     assert "stabletrain: the what-if was stopped, its states are saved; fix: type it again" in capsys.readouterr().err
-    assert (folder_of(run) / "nothing" / "checkpoints").is_dir()
-    assert not (folder_of(run) / "whatif.json").exists()
+    folder = run / "whatif" / "step-00000060"
+    assert (folder / "nothing" / "checkpoints").is_dir()
+    assert not (folder / "whatif.json").exists()
 
 
 @pytest.mark.slow

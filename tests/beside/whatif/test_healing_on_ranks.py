@@ -6,7 +6,7 @@ import pytest
 
 from tests.beside.whatif.test_healing import HALTS, events
 from tests.beside.whatif.test_interrupted import end
-from tests.parallel.launches import finish, start, trained
+from tests.parallel.launches import finish, forked, start
 from tests.runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -19,8 +19,7 @@ def test_two_ranks_heal_and_a_killed_one_changes_nothing(tmp_path, kind):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for place in (whole, cut):
         place.mkdir()
-    done = trained(2, *RUN, f"parallel={kind}", cwd=whole)
-    assert done.returncode == 0, done.stderr
+    forked(2, str(ROOT / "train.py"), *RUN, f"parallel={kind}", cwd=whole, logs=whole)
     (heal,) = events(whole / "run", "heal")
     assert len(heal["arms"]) >= 2
     assert heal["arm"] in heal["arms"]
@@ -29,6 +28,5 @@ def test_two_ranks_heal_and_a_killed_one_changes_nothing(tmp_path, kind):
     assert killed.returncode != 0
     assert f"interrupted before arm 100, {signal.SIGKILL.name}" in killed.stdout
     assert not events(cut / "run", "heal")
-    done = finish(start(2, str(ROOT / "train.py"), *RUN, f"parallel={kind}", "resume=auto", cwd=cut))
-    assert done.returncode == 0, done.stderr
+    forked(2, str(ROOT / "train.py"), *RUN, f"parallel={kind}", "resume=auto", cwd=cut, logs=cut)
     assert end(cut / "run") == end(whole / "run")

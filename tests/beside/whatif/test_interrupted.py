@@ -37,7 +37,7 @@ def whole(tmp_path_factory):
     return end(place / "run")
 
 
-MOMENTS = [("SIGKILL", "arm:30"), ("SIGTERM", "arm:30"), ("SIGKILL", "second:10"), ("SIGKILL", "install:1")]
+MOMENTS = [("SIGTERM", "arm:30"), ("SIGKILL", "second:10"), ("SIGKILL", "install:1")]
 MOMENTS += [("SIGKILL", "heal:1"), ("SIGKILL", "stop:2"), ("SIGTERM", "cost:3")]  # the last one: between two arms
 
 

@@ -10,15 +10,17 @@ from stabletrain.beside.whatif.base import read_base
 from stabletrain.beside.whatif.plan import judge_all, judged, usual_lr
 from stabletrain.config.arguments import Arguments
 from stabletrain.errors import ConfigError
+from tests.once import once
 from tests.runs import TINY_RESNET
 
 
 @pytest.fixture(scope="module")
 def resnet(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whatif") / "resnet"
     typed = [*TINY_RESNET, "model.depth=8", "steps=40", "precision=fp32", "checkpoint=off", "eval_every=99"]
-    stabletrain.train([*typed, "warmup=none", "report=false", "monitors=none", f"hydra.run.dir={folder}"])
-    return folder
+    typed += ["warmup=none", "report=false", "monitors=none"]
+    return once(
+        tmp_path_factory, "whatif_resnet", lambda folder: stabletrain.train([*typed, f"hydra.run.dir={folder}"])
+    )
 
 
 def refusals(arms, base):

@@ -16,6 +16,7 @@ from stabletrain.beside.whatif.outcome import StartFacts, is_over, read_outcome
 from stabletrain.beside.whatif.rounds import run_arms
 from stabletrain.errors import Interrupted
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer import loop
 
 SLOWER = Arm("lr_half", ("optimizer.lr=0.0015",))
 START = StartFacts(60, 60, 0.0, [])
@@ -46,54 +47,63 @@ def record(folder):
     return json.loads((folder / "run.json").read_text())
 
 
-def test_an_arm_is_the_resume_that_can_be_typed(shared_run, tmp_path):
-    mine = arm_to(shared_run, tmp_path / "arm", 76)
+def test_an_arm_is_the_resume_that_can_be_typed(shared_run, tmp_path, monkeypatch):
+    mine = arm_to(shared_run, tmp_path / "arm", 66)
     assert ended([mine]) == [mine]
     typed = ["log_every=1", *SLOWER.overrides, f"hydra.run.dir={tmp_path / 'typed'}"]
-    stabletrain.train([f"resume={mine.start}", *typed])
+    compute = loop.compute
+
+    def until_67(state, *rest):
+        if state.step == 67:
+            raise KeyboardInterrupt
+        return compute(state, *rest)
+
+    monkeypatch.setattr(loop, "compute", until_67)
+    with pytest.raises(KeyboardInterrupt):
+        stabletrain.train([f"resume={mine.start}", *typed])
     whole = losses(tmp_path / "typed")
-    assert losses(mine.folder) == {tick: whole[tick] for tick in range(61, 77)}
+    assert losses(mine.folder) == {tick: whole[tick] for tick in range(61, 67)}
     assert record(mine.folder)["status"] == "preempted"
     [changed] = record(mine.folder)["changes"]
     assert changed["keys"]["optimizer.lr"] == [0.003, 0.0015]
 
 
 def test_an_arm_that_goes_on_is_the_same_as_one_that_did_not_stop(shared_run, tmp_path):
-    ended([arm_to(shared_run, tmp_path / "whole", 90)])
-    for stop in (65, 77, 90):
+    ended([arm_to(shared_run, tmp_path / "whole", 68)])
+    for stop in (63, 68):
         ended([arm_to(shared_run, tmp_path / "parts", stop)])
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert resumes(tmp_path / "parts") == [60, 65, 77], "it goes on, and does not begin again"
-    assert len(losses(tmp_path / "whole")) == 30
-    found = read_outcome(SLOWER, tmp_path / "parts", START, 90)
-    assert found.val_loss == read_outcome(SLOWER, tmp_path / "whole", START, 90).val_loss
+    assert resumes(tmp_path / "parts") == [60, 63], "it goes on, and does not begin again"
+    assert len(losses(tmp_path / "whole")) == 8
+    found = read_outcome(SLOWER, tmp_path / "parts", START, 68)
+    assert found.val_loss == read_outcome(SLOWER, tmp_path / "whole", START, 68).val_loss
     assert found.val_loss > 0
-    earlier = read_outcome(SLOWER, tmp_path / "parts", START, 77)
-    assert earlier.step == 77
+    earlier = read_outcome(SLOWER, tmp_path / "parts", START, 63)
+    assert earlier.step == 63
     assert 0 < earlier.val_loss != found.val_loss, "that at the end of the earlier round"
 
 
 def test_an_arm_that_is_over_is_not_run_again(shared_run, tmp_path, monkeypatch):
-    mine = arm_to(shared_run, tmp_path / "arm", 64)
+    mine = arm_to(shared_run, tmp_path / "arm", 61)
     ended([mine])
     monkeypatch.setattr(arm_run, "train_until", None)
     assert ended([mine]) == [mine]
-    assert not arm_to(shared_run, tmp_path / "arm", 65).over
+    assert not arm_to(shared_run, tmp_path / "arm", 62).over
 
 
 def test_an_arm_stopped_by_a_signal_goes_on(shared_run, tmp_path, monkeypatch):
     reached = arm_run.ReachedStep.__call__
 
     def signalled(self, run):
-        if run.state.step == 66:
+        if run.state.step == 62:
             signal.raise_signal(signal.SIGTERM)
         return reached(self, run)
 
     monkeypatch.setattr(arm_run.ReachedStep, "__call__", signalled)
-    mine, later = arm_to(shared_run, tmp_path / "arm", 80), arm_to(shared_run, tmp_path / "later", 80)
+    mine, later = arm_to(shared_run, tmp_path / "arm", 66), arm_to(shared_run, tmp_path / "later", 66)
     with pytest.raises(Interrupted, match="SIGTERM"):
         ended([mine, later])
-    assert 66 <= record(mine.folder)["final"]["steps"] < 80
+    assert 62 <= record(mine.folder)["final"]["steps"] < 66
     assert not mine.over
     assert not later.folder.exists()
     monkeypatch.setattr(arm_run.ReachedStep, "__call__", reached)
@@ -101,13 +111,13 @@ def test_an_arm_stopped_by_a_signal_goes_on(shared_run, tmp_path, monkeypatch):
     assert ended([mine]) == [mine]
     # An arm that began again would have the same losses: a step is a pure function.
     assert resumes(mine.folder) == [60, stopped]
-    ended([arm_to(shared_run, tmp_path / "whole", 80)])
+    ended([arm_to(shared_run, tmp_path / "whole", 66)])
     assert losses(mine.folder) == losses(tmp_path / "whole")
 
 
 def test_an_arm_without_a_checkpoint_begins_at_its_start_again(shared_run, tmp_path):
     # A resume=auto without a checkpoint would begin at step 0.
-    mine = arm_to(shared_run, tmp_path / "arm", 70)
+    mine = arm_to(shared_run, tmp_path / "arm", 62)
     ended([mine])
     shutil.rmtree(mine.folder / "checkpoints")
     (mine.folder / "run.json").write_text(json.dumps({**record(mine.folder), "status": "running"}))

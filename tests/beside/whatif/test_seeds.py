@@ -8,6 +8,8 @@ import pytest
 import stabletrain
 from stabletrain.cli.commands import main
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer import loop
+from tests.once import once
 
 TYPED = ["--arms", "lr_fifth_brief,skip", "--past", "16", "--steps", "0", "--best", "3", "--seeds", "2"]
 
@@ -15,11 +17,13 @@ TYPED = ["--arms", "lr_fifth_brief,skip", "--past", "16", "--steps", "0", "--bes
 @pytest.fixture(scope="module")
 def done(shared_run, tmp_path_factory):
     """A copy of the run after a what-if that starts at step 20, where the guard has not rolled back yet."""
-    run = shutil.copytree(shared_run, tmp_path_factory.mktemp("whatif") / "run")
-    events = run / "events.jsonl"
-    events.write_text('{"event": "skip", "step": 26, "tick": 26, "kind": "spike"}\n')
-    assert main(["whatif", str(run), *TYPED]) == 0
-    return run / "whatif" / "step-00000020"
+
+    def make(run):
+        shutil.copytree(shared_run, run)
+        (run / "events.jsonl").write_text('{"event": "skip", "step": 26, "tick": 26, "kind": "spike"}\n')
+        assert main(["whatif", str(run), *TYPED]) == 0
+
+    return once(tmp_path_factory, "whatif_seeds", make) / "whatif" / "step-00000020"
 
 
 def lines(folder):
@@ -31,9 +35,18 @@ def losses(folder):
 
 
 @pytest.mark.slow
-def test_an_arm_of_another_seed_is_the_resume_with_that_seed(done, tmp_path):
-    start = done / "start" / "checkpoints" / "step-00000020"
-    stabletrain.train([f"resume={start}", "seed=1", "steps=160", "log_every=1", f"hydra.run.dir={tmp_path / 'typed'}"])
+def test_an_arm_of_another_seed_is_the_resume_with_that_seed(done, tmp_path, monkeypatch):
+    start, compute = done / "start" / "checkpoints" / "step-00000020", loop.compute
+
+    def until_43(state, *rest):
+        if state.step == 43:
+            raise KeyboardInterrupt
+        return compute(state, *rest)
+
+    monkeypatch.setattr(loop, "compute", until_43)
+    typed = [f"resume={start}", "seed=1", "steps=160", "log_every=1", f"hydra.run.dir={tmp_path / 'typed'}"]
+    with pytest.raises(KeyboardInterrupt):
+        stabletrain.train(typed)
     mine, whole = losses(done / "seed-1" / "nothing"), losses(tmp_path / "typed")
     assert [*mine] == [*range(21, 43)]
     assert mine == {step: whole[step] for step in mine}
