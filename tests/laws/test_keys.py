@@ -343,11 +343,11 @@ def overrides_for(group, option):
     return [choice, *small, *wandb, *others]
 
 
-IN_THE_FAST_TIER = ("precision", "clipping", "optimizer", "guard", "stability", "objective", "parallel")
-"""Groups of which every option is tried in the fast tier; of the others, the slow tier does."""
+IN_THE_FAST_TIER = ("precision=tf32", "optimizer=muon", "clipping=adagc", "guard=rollback", "stability=full")
+"""One that is refused, and those that change most of a step; the slow tier tries the others."""
 
 
-@pytest.mark.slow(unless=lambda group, option: group in IN_THE_FAST_TIER)
+@pytest.mark.slow(unless=lambda group, option: f"{group}={option}" in IN_THE_FAST_TIER)
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
 def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, group, option):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -362,10 +362,14 @@ def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, grou
     assert seen["kept"][-2:] == ([] if "checkpoint=off" in chosen else saved)
 
 
+SAME_FOR_EVERY_MODEL = ("model", "data", "experiment", "warmup", "schedule", "wandb", "checkpoint", "determinism")
+"""Groups that choose the model, or that never see it."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "option"),
-    [(group, option) for group, option in OPTIONS if group not in ("model", "data", "experiment")],
+    [(group, option) for group, option in OPTIONS if group not in SAME_FOR_EVERY_MODEL],
     ids=lambda value: value,
 )
 def test_every_option_trains_a_resnet_too_or_says_why_not(tmp_path, monkeypatch, group, option):
@@ -390,12 +394,19 @@ def keys_of(group, option):
     return [key for key, value in leaves(tree) if key and key != "_target_" and not str(value).startswith("${")]
 
 
+def class_of(group, option):
+    """Returns what an option instantiates."""
+    return (yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}).get("_target_")
+
+
 KEYS = [
     (group, option, key)
     for group, option in OPTIONS
     if group not in ("experiment", "stability")
     for key in keys_of(group, option)
 ]
+OF_ONE_CLASS = {(group, class_of(group, option), key): (group, option, key) for group, option, key in reversed(KEYS)}
+"""One option for each key of a class: what a class does with a key does not depend on the option's values."""
 TOP = [key for key in yaml.safe_load((CONF / "config.yaml").read_text()) if key not in ("defaults", "hydra")]
 
 
@@ -416,7 +427,7 @@ def unchanged(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "option", "key"), KEYS, ids=lambda value: value)
+@pytest.mark.parametrize(("group", "option", "key"), sorted(OF_ONE_CLASS.values()), ids=lambda value: value)
 def test_every_key_of_every_option_is_alive(tmp_path, monkeypatch, places, unchanged, group, option, key):
     name = f"{group}.{key}"
     assert name in CHANGED, f"{name} is new: give CHANGED a value that must change a run"
@@ -523,7 +534,7 @@ tests/beside/faults/test_in_io.py and test_planned.py show their effect.
 """
 
 
-@pytest.mark.slow(unless=lambda key: key in ("compile", "seed", "label_smoothing"))
+@pytest.mark.slow(unless=lambda key: key in ("compile", "label_smoothing"))
 @pytest.mark.parametrize("key", TOP)
 def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     assert key in CHANGED, f"{key} is new: give CHANGED a value that must change a run"
