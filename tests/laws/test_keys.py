@@ -241,7 +241,7 @@ CHANGED: dict[str, object] = {
     "model.embedding_gradient": 0.1,
     "model.alpha": 0.5,
     "model.skipinit": True,
-    "model.depth": {8: 14, 18: 50, 50: 18},
+    "model.depth": {8: 14, 18: 34},
     "model.num_classes": 12,
     "model.in_channels": 3,
     "model.stem": "large",
