@@ -16,7 +16,7 @@ MODELS = {"gpt": TINY_GPT, "resnet": [*TINY_RESNET, "model.depth=8"]}
 
 def called(folder, *overrides):
     """The functions of forensics that a run calls once it is built."""
-    with composed("checkpoint=off", "steps=6", *overrides) as cfg:
+    with composed("checkpoint=off", "steps=3", *overrides) as cfg:
         job = build(cfg, folder)
     found = set()
 
@@ -38,4 +38,4 @@ def called(folder, *overrides):
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_of_forensics_runs_before_an_update_is_withheld(tmp_path, model):
     assert called(tmp_path / "clean", *MODELS[model]) == set()
-    assert "handler.handle" in called(tmp_path / "faulty", *MODELS[model], "faults=activation", "faults.at=[3]")
+    assert "handler.handle" in called(tmp_path / "faulty", *MODELS[model], "faults=activation", "faults.at=[1]")

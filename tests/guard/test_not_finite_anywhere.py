@@ -86,6 +86,12 @@ def is_fast(way, precision):
     }
 
 
+def with_each(values):
+    """Returns the cases, each with one of three values: a way or precision of three cases or more meets all three."""
+    values = [*values]
+    return [(way, precision, values[(number + (number > 6)) % 3]) for number, (way, precision) in enumerate(CASES)]
+
+
 class Criterion(nn.Module):
     """The loss as a module."""
 
@@ -185,9 +191,10 @@ def withheld(loop, data, **spoilt):
     assert not same(before, loop.state())
 
 
-@pytest.mark.slow(unless=lambda way, precision, loss: is_fast(way, precision))
-@pytest.mark.parametrize(("way", "precision"), CASES)
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.slow(unless=lambda way, precision: is_fast(way, precision))
+@pytest.mark.parametrize(
+    ("way", "precision", "loss"), with_each(LOSSES), ids=lambda each: getattr(each, "__name__", None)
+)
 def test_a_loss_that_is_not_finite_is_withheld_although_its_gradients_are(tmp_path, way, precision, loss):
     loop = Guarded(tmp_path, way, precision)
     withheld(loop, batches(4), loss=loss)
@@ -202,12 +209,12 @@ def test_a_loss_that_is_not_finite_is_withheld_although_its_gradients_are(tmp_pa
         assert record["fix"] == ["look at the loop's loss; with guard.step or guard.record, the operation is named"]
 
 
-@pytest.mark.slow(unless=lambda way, precision, where, value: is_fast(way, precision) and value != math.inf)
-@pytest.mark.parametrize(("way", "precision"), CASES)
-@pytest.mark.parametrize(("where", "value"), [("in_place", math.inf), ("replaced", math.nan), ("in_place", 1e30)])
-def test_a_buffer_that_is_not_finite_is_withheld_although_loss_and_gradients_are(
-    tmp_path, way, precision, where, value
-):
+@pytest.mark.slow(unless=lambda way, precision: is_fast(way, precision))
+@pytest.mark.parametrize(
+    ("way", "precision", "written"), with_each([("in_place", math.inf), ("replaced", math.nan), ("in_place", 1e30)])
+)
+def test_a_buffer_that_is_not_finite_is_withheld_although_loss_and_gradients_are(tmp_path, way, precision, written):
+    where, value = written
     loop = Guarded(tmp_path, way, precision)
     data = batches(4)
     for batch in data[:2]:
@@ -228,6 +235,7 @@ def test_a_buffer_that_is_not_finite_is_withheld_although_loss_and_gradients_are
     assert loop.guard.last.applied
 
 
+@pytest.mark.slow(unless=lambda way, write: (way in ("step", "returns")) == bool(write))
 @pytest.mark.parametrize("way", ["step", "update", "returns", "seen by the scaler"])
 @pytest.mark.parametrize("write", [{}, {"in_place": math.inf}], ids=["", "and a buffer"])
 def test_an_overflow_that_the_scaler_skips_puts_every_buffer_back(tmp_path, way, write):

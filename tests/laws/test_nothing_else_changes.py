@@ -1,6 +1,7 @@
 """Law 10: nothing changes the state but the step. Any other change is withheld, named and undone, bit for bit."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -104,12 +105,24 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(unless=lambda case: case in (CASES[0], CASES[6]))
+@pytest.fixture(scope="module")
+def clean_run(tmp_path_factory):
+    """Returns the run and the folder of options without a change; each is trained once."""
+
+    @cache
+    def of(*overrides):
+        folder = tmp_path_factory.mktemp("clean")
+        return trained(folder, *overrides), folder
+
+    return of
+
+
+@pytest.mark.slow(unless=lambda case: case == CASES[0])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(getattr(each, "__name__", each) for each in case))
-def test_a_change_between_two_updates_is_undone(tmp_path, case):
+def test_a_change_between_two_updates_is_undone(tmp_path, clean_run, case):
     model, where, change, more = case
     overrides = [*MODELS[model], *([more] if more else [])]
-    clean = trained(tmp_path / "clean", *SNAPSHOTS, *overrides)
+    clean, _ = clean_run(*SNAPSHOTS, *overrides)
     job = trained(tmp_path / "run", *SNAPSHOTS, *overrides, at=[10], change=change, where=where)
     assert same(job.state.model, clean.state.model), "the run must end as if nothing had been"
     assert job.tools.guard.machine_faults == 1
@@ -129,8 +142,8 @@ def test_a_change_between_two_updates_is_undone(tmp_path, case):
     assert bool(events(tmp_path / "run", "corrupt_snapshot")) == (change is and_a_snapshot)
 
 
-def test_a_change_right_after_a_state_was_put_back_is_seen_too(tmp_path):
-    clean = trained(tmp_path / "clean", *SNAPSHOTS, *TINY_GPT)
+def test_a_change_right_after_a_state_was_put_back_is_seen_too(tmp_path, clean_run):
+    clean, _ = clean_run(*SNAPSHOTS, *TINY_GPT)
     with composed(*RUN, *SNAPSHOTS, *TINY_GPT) as cfg:
         job = build(cfg, tmp_path / "run")
     get, put_back = job.data.batches.get, job.rollback.put_back
@@ -154,10 +167,11 @@ def test_a_change_right_after_a_state_was_put_back_is_seen_too(tmp_path):
     assert job.tools.guard.machine_faults == 2
 
 
+@pytest.mark.slow(unless=lambda tick: tick == 6)
 @pytest.mark.parametrize("tick", [6, 12], ids=["before an evaluation", "at the end"])
-def test_a_state_that_changed_is_neither_evaluated_nor_saved(tmp_path, tick):
+def test_a_state_that_changed_is_neither_evaluated_nor_saved(tmp_path, clean_run, tick):
     """The change comes after the update, and before the state is used."""
-    clean = trained(tmp_path / "clean", *TINY_GPT)
+    clean, folder = clean_run(*TINY_GPT)
     with composed(*TINY_GPT, *RUN) as cfg:
         job = build(cfg, tmp_path / "run")
     add, left = job.monitoring.rolling.add, [tick]
@@ -175,7 +189,7 @@ def test_a_state_that_changed_is_neither_evaluated_nor_saved(tmp_path, tick):
     (event,) = events(tmp_path / "run", "state_changed")
     assert event["step"] == tick
     assert event["tensors"]
-    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "clean")
+    assert evaluations(tmp_path / "run") == evaluations(folder)
 
 
 def test_without_snapshots_the_run_halts_and_says_what_changed(tmp_path):

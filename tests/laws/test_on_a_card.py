@@ -55,6 +55,7 @@ def test_a_recorded_step_replays_bit_for_bit(tmp_path, device, precision, model)
     replays.assert_recorded_steps_replay(tmp_path, *chosen, *replays.precision_of(precision))
 
 
+@pytest.mark.slow(unless=lambda device: device != "cpu")
 @EVERYWHERE
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)

@@ -11,7 +11,7 @@ from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.runs import OFF, TINY_GPT, TINY_RESNET, composed
 
-STEPS = 12
+STEPS = 6
 
 
 def hand_written(model, batches, kind, lr):

@@ -62,7 +62,7 @@ READERS = {
 WAITERS = {
     "checkpoint/": "copies a state to the host and back",
     "data/": "makes batches, before they are moved",
-    "faults/": "injects a fault",
+    "beside/faults/": "injects a fault",
     "forensics/": "explains a step after it has failed",
     "stability/precision/loss_scale.py:load_state_dict": "a replay sets the loss scale of its step",
 }
@@ -77,7 +77,7 @@ HOST = {
     "records.py:__init__": "the reading of a step, copied to the host",
     "checkpoint/": "copies a state to the host and back",
     "data/": "makes batches",
-    "faults/": "injects a fault, in data that are on the host too",
+    "beside/faults/": "injects a fault, in data that are on the host too",
     "forensics/": "an incident's batch is on the host",
     "stability/precision/loss_scale.py:load_state_dict": "a replay sets the loss scale of its step",
 }

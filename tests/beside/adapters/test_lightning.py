@@ -125,6 +125,7 @@ HARD = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 PRECISIONS = {"fp32": dict, "bf16": lambda: {"precision": "bf16-mixed"}, "fp16": fp16}
 
 
+@pytest.mark.slow(unless=lambda name: name == "bf16")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_where_nothing_is_wrong_every_loss_and_weight_is_that_of_the_plain_run(tmp_path, name):
     plain, guarded, callback = Module(), Module(), GuardCallback(tmp_path)
@@ -139,6 +140,7 @@ def test_where_nothing_is_wrong_every_loss_and_weight_is_that_of_the_plain_run(t
     assert callback.guard.last.loss == pytest.approx(float(sum(guarded.losses[-2:]) / 2)), "of the whole step"
 
 
+@pytest.mark.slow(unless=lambda name, options: name == "fp16" or not options)
 @pytest.mark.parametrize(("name", "options"), [("fp32", {}), ("fp32", HARD), ("bf16", HARD), ("fp16", HARD)])
 def test_a_nan_in_one_micro_batch_is_withheld_and_named_and_training_goes_on(tmp_path, name, options):
     parts = options.get("accumulate_grad_batches", 1)
@@ -158,6 +160,7 @@ def test_a_nan_in_one_micro_batch_is_withheld_and_named_and_training_goes_on(tmp
     assert all(torch.isfinite(value).all() for value in module.net.state_dict().values())
 
 
+@pytest.mark.slow(unless=lambda name: name == "fp16")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_an_unsafe_operation_of_the_user_is_named_with_its_line(tmp_path, name):
     module, callback = Module(unsafe=7), GuardCallback(tmp_path)
@@ -325,7 +328,7 @@ def test_a_batch_of_one_element_and_a_batch_that_the_module_skips(tmp_path):
 
 def test_the_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "guard_lightning.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[3] / "examples" / "guard_lightning.py"), run_name="__main__")
     assert "4 steps withheld of 32" in capsys.readouterr().out
 
 

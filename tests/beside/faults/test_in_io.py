@@ -76,6 +76,7 @@ def test_a_fault_in_checkpoints_is_refused_without_checkpoints(tmp_path, kind):
         pass
 
 
+@pytest.mark.slow
 def test_the_faults_of_a_plan_each_interrupt_their_checkpoint(tmp_path):
     plan = "faults.faults=[{kind:disk_full,at:[4]},{kind:disk_full,at:[8]}]"
     _, events = ran(tmp_path, *TINY_GPT, *CADENCE, "faults=plan", plan)
