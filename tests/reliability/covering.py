@@ -9,9 +9,8 @@ import hashlib
 import json
 import multiprocessing
 import os
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,16 +58,47 @@ class Covering:
 
 
 class Recorder:
-    """A plugin of pytest that names a context of coverage.py after the running test or fixture."""
+    """A plugin of pytest that names a context of coverage.py after the running test or fixture.
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    Args:
+        root: the checkout.
+        files: what is measured.
+        parts: see `record`.
+    """
+
+    def __init__(self, root: Path, files: Sequence[str], parts: Path) -> None:
         import coverage  # not needed to read a record
 
-        self.coverage = coverage.Coverage(data_file=None, include=[str(file) for file in files], config_file=False)
+        include = [str(root / file) for file in files]
+        self.coverage = coverage.Coverage(data_file=None, include=include, config_file=False)
+        self._root, self._files, self._parts = root, files, parts
+        self._sums = {file: checksum(root / file) for file in files}
         self.seconds: dict[str, float] = {}
         self.fixtures: dict[str, list[str]] = defaultdict(list)
-        self._test = ""
+        self._test = self._ended = ""
         self._failed = False
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Notes whether this test is its file's last."""
+        module = item.nodeid.partition("::")[0]
+        self._ended = "" if nextitem is not None and nextitem.nodeid.startswith(f"{module}::") else module
+
+    def _write(self, module: str) -> None:
+        """Writes the record of a file of tests, and forgets it."""
+        self.coverage.stop()
+        data = self.coverage.get_data()
+        covered: dict[str, dict[int, list[str]]] = {}
+        for file in self._files:
+            covered[file] = {}
+            for line, contexts in data.contexts_by_lineno(str(self._root / file)).items():
+                names = {name for context in contexts for name in self.fixtures.get(context, [context])}
+                covered[file][line] = sorted(name for name in names if name in self.seconds)
+        Covering(self.seconds, covered, self._sums).write(part_of(self._parts, module))
+        print(f" {module}: {len(self.seconds)} tests, {sum(self.seconds.values()):.0f} s of CPU time", flush=True)
+        self.seconds, self.fixtures = {}, defaultdict(list)
+        self.coverage.erase()
+        self.coverage.start()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
@@ -84,6 +114,8 @@ class Recorder:
             self.seconds[item.nodeid] = round(cpu_seconds() - before, 3)
             for name in used:
                 self.fixtures[name].append(item.nodeid)
+        if self._ended:
+            self._write(self._ended)
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -114,34 +146,47 @@ def cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def record(root: Path, tests: Sequence[str], files: Sequence[str], processes: int = 2) -> Covering:
+def record(root: Path, tests: Sequence[str], files: Sequence[str], parts: Path, processes: int = 2) -> Covering:
     """Runs the fast tests of some files and folders in `root`, in several processes; returns what they cover.
 
     Args:
         root: a checkout.
         tests: files and folders of tests.
         files: what is measured.
+        parts: a folder for the result of each file of tests. A file that has one there does not run again, so that
+            a record that was interrupted is continued.
     """
-    modules = sorted({each for name in tests for each in test_files(root / name)})
+    parts.mkdir(parents=True, exist_ok=True)
+    modules = [each for name in tests for each in test_files(root, name)]
+    left = [each for each in modules if not part_of(parts, each).exists()]
     context = multiprocessing.get_context("fork")
-    queue = context.Queue()
     jobs = [
-        context.Process(target=_record, args=(root, modules[number::processes], files, queue))
+        context.Process(target=_record, args=(root, left[number::processes], files, parts))
         for number in range(processes)
     ]
     for job in jobs:
         job.start()
-    parts = [queue.get() for _ in jobs]
     for job in jobs:
         job.join()
+    return merged([Covering.read(part_of(parts, each)) for each in modules if part_of(parts, each).exists()])
+
+
+def merged(parts: Sequence[Covering]) -> Covering:
+    """Returns the records of several files of tests as one."""
     seconds: dict[str, float] = {}
-    lines: dict[str, dict[int, list[str]]] = {file: defaultdict(list) for file in files}
-    for times, covered in parts:
-        seconds |= times
-        for file, each in covered.items():
-            for line, names in each.items():
-                lines[file][line] += names
-    return Covering(seconds, lines, {file: checksum(root / file) for file in files})
+    lines: dict[str, dict[int, list[str]]] = {}
+    for part in parts:
+        seconds |= part.seconds
+        for file, each in part.lines.items():
+            there = lines.setdefault(file, {})
+            for line, tests in each.items():
+                there.setdefault(line, []).extend(tests)
+    return Covering(seconds, lines, parts[0].sums if parts else {})
+
+
+def part_of(parts: Path, module: str) -> Path:
+    """Returns the file with the record of one file of tests."""
+    return parts / f"{module.replace('/', '.')}.json"
 
 
 def checksum(path: Path) -> str:
@@ -149,28 +194,15 @@ def checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_files(path: Path) -> Iterable[str]:
-    """Returns the files of tests in a folder, or the file."""
-    return [str(path)] if path.is_file() else [str(each) for each in path.rglob("test_*.py")]
+def test_files(root: Path, name: str) -> list[str]:
+    """Returns the files of tests in a folder, or the file, relative to `root`."""
+    path = root / name
+    return [name] if path.is_file() else sorted(str(each.relative_to(root)) for each in path.rglob("test_*.py"))
 
 
-def _record(root: Path, modules: Sequence[str], files: Sequence[str], queue: multiprocessing.Queue) -> None:
+def _record(root: Path, modules: Sequence[str], files: Sequence[str], parts: Path) -> None:
     os.chdir(root)
-    recorder = Recorder([root / file for file in files])
-    began = time.monotonic()
+    recorder = Recorder(root, files, parts)
     recorder.coverage.start()
     pytest.main([*ARGUMENTS, *modules], plugins=[recorder])
     recorder.coverage.stop()
-    data = recorder.coverage.get_data()
-    covered: dict[str, dict[int, list[str]]] = {}
-    for file in files:
-        covered[file] = {}
-        for line, contexts in data.contexts_by_lineno(str(root / file)).items():
-            names = {name for context in contexts for name in recorder.fixtures.get(context, [context])}
-            covered[file][line] = sorted(name for name in names if name in recorder.seconds)
-    print(
-        f"{len(recorder.seconds)} tests, {sum(recorder.seconds.values()):.0f} s of CPU time, "
-        f"{time.monotonic() - began:.0f} s",
-        flush=True,
-    )
-    queue.put((recorder.seconds, covered))

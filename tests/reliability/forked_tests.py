@@ -216,8 +216,8 @@ def children_seconds() -> float:
 def copied(root: Path, copy: Path) -> Path:
     """Copies a checkout, with its times and bytecode, and without its history and runs; returns the copy's folder."""
     if not copy.exists():
-        left = shutil.ignore_patterns(".git", "outputs", "multirun", "wandb", "*.xz", ".pytest_cache")
-        shutil.copytree(root, copy, ignore=left, symlinks=True)
+        left = (".git", "outputs", "multirun", "wandb", ".pytest_cache")
+        shutil.copytree(root, copy, ignore=lambda folder, _: left if Path(folder) == root else (), symlinks=True)
         git = ["git", "-C", str(copy), "-c", "user.name=tests", "-c", "user.email=tests@example.com"]
         for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "copy"]):  # tests read the commit
             subprocess.run([*git, *words], check=True)

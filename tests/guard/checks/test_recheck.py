@@ -20,6 +20,7 @@ from stabletrain.guard.checks.repeats import (
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.guard.policy.limits import LARGEST
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.records import TrainState
 from tests.guard.policy.given import reading
 from tests.trainer.given import make_run
 
@@ -259,6 +260,20 @@ def test_without_a_turn_the_largest_tensor_is_chosen():
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     assert next_tensor(optimizer, None)[1] is weights[1]
+
+
+def test_after_as_many_repetitions_as_there_are_tensors_each_had_its_turn():
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for weight in model:
+        weight.grad = torch.ones_like(weight)
+    recheck, repeated = Recheck(2), []
+    for step in (1, 3, 5, 7):
+        repeat = recheck.of_update(TrainState(model, optimizer, step), SingleProcess())
+        optimizer.step()
+        assert repeat.update(lambda each: each.step()) == 0
+        repeated += recheck.compared["update"].names
+    assert sorted(repeated) == ["0", "1", "2", "3"]
 
 
 BUCKET = torch.randn(4096)
