@@ -13,7 +13,7 @@ from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
-from stabletrain.step import compute, train_step
+from stabletrain.step import compute, count_targets, maximum, train_step
 from tests.workloads import build_tools
 
 CPU = torch.device("cpu")
@@ -152,6 +152,21 @@ def test_the_loss_is_the_mean_over_the_valid_targets(parts):
     assert reading.rank == -1, "a single process has no rank to name"
 
 
+def test_numbers_that_the_host_knows_are_counted_there():
+    values = Batch(torch.zeros(2, 3), torch.zeros(2, 3))
+    assert [int(each) for each in count_targets([values])] == [6, 0]
+    assert [int(each) for each in count_targets([values, values])] == [12, 0]
+    assert [int(each) for each in count_targets([replace(values, counted=0)])] == [1, 1], "no division by 0"
+
+
+def test_the_largest_of_several_micro_batches_counts_and_nan_is_above_all():
+    numbers = [torch.tensor(1.0), torch.tensor(3.0), torch.tensor(2.0)]
+    assert float(maximum(numbers)) == 3.0
+    assert float(maximum([torch.tensor(True), 0.0])) == 1.0
+    assert maximum([0.0, 0.0]) == 0.0
+    assert torch.isnan(maximum([*numbers, torch.tensor(float("nan"))]))
+
+
 def test_a_parameter_that_a_step_does_not_use_is_not_updated():
     """A gradient of zeros would move it all the same: by weight decay, and by its moments."""
     state, acting = fresh(), tools()
@@ -179,6 +194,7 @@ def test_the_clipped_norm_is_the_true_norm_in_every_precision(max_norm):
         norms[kind] = clipped
         assert clipped == pytest.approx(min(max_norm, reading.grad_norm), rel=1e-3)
         assert reading.clip_coef == pytest.approx(min(1.0, max_norm / reading.grad_norm), rel=1e-3)
+        assert reading.clip_active == float(max_norm < reading.grad_norm)
     assert norms["bf16"] == pytest.approx(norms["fp32"], rel=0.03)
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
 

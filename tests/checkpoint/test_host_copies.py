@@ -14,7 +14,9 @@ GPT2 = [4 * n for n in [50257 * 768, 1024 * 768, *([768] * 4 + [768 * 768] * 4 +
 """Bytes of the weights of GPT-2."""
 
 
-@pytest.mark.parametrize("sizes", [GPT2 * 3 + [4] * len(GPT2), [7], [1000, 300, 300, 300], [0, 0], []], ids=len)
+@pytest.mark.parametrize(
+    "sizes", [GPT2 * 3 + [4] * len(GPT2), [7], [20000, 7, 7], [1000, 300, 300, 300], [0, 0], []], ids=len
+)
 @pytest.mark.parametrize("rounded", [True, False])
 def test_tensors_lie_apart_in_blocks_without_waste(sizes, rounded):
     sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]

@@ -13,6 +13,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "numbers = self._known | dict(zip(self._names, self._values.tolist(), strict=False))",
     ): "names and values come from one dict, so they are equally many",
     (
+        "stabletrain/step.py",
+        "n_valid = torch.full((), max(known, 1), device=batches[0].targets.device)",
+        "n_valid = torch.full((), max(known, 1), device=batches[ -1].targets.device)",
+    ): "all micro-batches are on one device",
+    (
+        "stabletrain/step.py",
+        "if len(tensors) > 1:",
+        "if len(tensors) >= 1:",
+    ): "the maximum of one tensor is that tensor",
+    (
         "stabletrain/guard/policy/off.py",
         "faulty_rank: int = -1",
         "faulty_rank: int = 1",

@@ -28,6 +28,7 @@ import json
 import math
 import multiprocessing
 import random
+import re
 import sys
 import tempfile
 import time
@@ -57,6 +58,9 @@ ROOMS = {"step": ["stabletrain/step.py"], "guard": ["stabletrain/guard"], "check
 TESTS = ["tests/test_step.py", "tests/guard", "tests/checkpoint", "tests/trainer", "tests/stability/clipping"]
 TESTS += ["tests/laws"]
 """Tests that touch the rooms; they are recorded once."""
+
+TYPE_NAME = re.compile(r"\w+ = \w+\[.*\|.*\]")
+"""A line that names a type."""
 
 TESTS_TAKE, LIMIT, HANGS = 15.0, 60, 400
 """Seconds: CPU time of the tests of a mutant without the mutation; CPU time, and time by the clock, with it."""
@@ -325,9 +329,14 @@ def sampled(files: Sequence[str], count: int, seed: int) -> tuple[list[Mutant], 
     for each in everything:
         if len(chosen) == count:
             break
-        if mutated(each) is not None:
+        if mutated(each) is not None and is_code(each):
             chosen.append(each)
     return chosen, len(everything)
+
+
+def is_code(mutant: Mutant) -> bool:
+    """Returns whether a mutant changes more than the name of a type, or the `*` before keyword arguments."""
+    return not TYPE_NAME.fullmatch(mutant.old) and mutant.old.replace("*,", "/,") != mutant.new
 
 
 def files_of(room: str) -> list[str]:
