@@ -81,7 +81,7 @@ def commands() -> Iterator[str]:
     for row in read():
         if row.section != section:
             yield from ([] if not section else ["```", ""])
-            yield from (f"### {row.section}", "", "```text")
+            yield from (f"### {row.section}", "", "<!-- transcript: run by tests/refusals -->", "```text")
             section = row.section
         yield from (f"$ stabletrain {row.command}", row.message)
     yield "```"

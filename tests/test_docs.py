@@ -18,7 +18,7 @@ FAST = [found for found in ALL if found.mark == "fast"]
 
 SLOW = [page for page in PAGES if any(found.page == page and found.mark == "" for found in ALL)]
 
-NOT_RUN = {"needs a card", "needs W&B", "needs a cluster", "takes minutes", "needs a data set"}
+NOT_RUN = {"needs a card", "needs W&B", "needs a cluster", "takes minutes", "needs a data set", "run by tests/refusals"}
 """Reasons for which a transcript is not run."""
 
 DOCS = [*(ROOT / "docs").glob("*.md")]

@@ -12,6 +12,9 @@ from tests.runs import python
 
 ROWS = read()
 
+FAST = {row.command for row in ROWS[::4]}
+"""Rows of every section, in the fast tier."""
+
 AS_PROCESSES = ["train optimizer.lr=-1", "train steps=[", "train --steps 100", "prepare text.txt run", "trian"]
 """Rows of different ways to the message: an option's class, Hydra's parser, no option, a command, no command."""
 
@@ -22,6 +25,7 @@ def _place(tmp_path_factory):
         yield
 
 
+@pytest.mark.slow(unless=lambda command: command in FAST)
 @pytest.mark.parametrize(("command", "message"), [row[1:] for row in ROWS], ids=[row.command for row in ROWS])
 def test_a_command_is_refused_with_its_whole_message(command, message):
     assert refusal(command) == message

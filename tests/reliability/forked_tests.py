@@ -202,7 +202,7 @@ def become(copy: Path) -> None:
     sys.dont_write_bytecode = True
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
     for name in [*sys.modules]:
-        if name.partition(".")[0] in ("tests", "stabletrain", "benchmarks", "conftest"):
+        if name.partition(".")[0] in ("tests", "stabletrain", "conftest"):
             del sys.modules[name]
     importlib.invalidate_caches()
 

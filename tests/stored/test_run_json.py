@@ -62,7 +62,7 @@ def test_every_reader_takes_a_damaged_record(tmp_path, text, capsys):
 
 @pytest.mark.beside
 @pytest.mark.parametrize("text", RECORDS, ids=lambda text: text[:60])
-def test_every_reader_beside_a_run_takes_a_damaged_record(tmp_path, text, capsys):
+def test_every_reader_beside_a_run_takes_a_damaged_record(tmp_path, text):
     from stabletrain.beside.comparison.pages.one_run import write_run_page
     from stabletrain.beside.comparison.reading.runs import read_run
     from stabletrain.beside.export.command import choices_in
@@ -80,7 +80,6 @@ def test_every_reader_beside_a_run_takes_a_damaged_record(tmp_path, text, capsys
     assert found is not None
     lines.closing(found), lines.code(found), lines.opening(found), lines.seconds_left(found)
     lines.ending(found, 0, ["seed=1"], RunFolder(folder).read(), None)
-    assert text == "{}" or f"stabletrain: {folder}/run.json is damaged: " in capsys.readouterr().err
 
 
 def test_a_damaged_record_is_not_that_of_a_command_without_overrides(tmp_path, monkeypatch):
