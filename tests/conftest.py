@@ -26,16 +26,17 @@ HAS_BESIDE = find_spec("stabletrain.beside") is not None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--all` and `--slow`; without them only the fast tests run. Adds `--beside`."""
+    """Adds `--all` and `--slow`; without them only the fast tests run. Adds `--types` and `--beside`."""
     tiers = parser.getgroup("tiers").addoption
     tiers("--all", action="store_true", help="run the slow tests too")
     tiers("--slow", action="store_true", help="run only the slow tests: what --all adds")
+    tiers("--types", action="store_true", help="check every declared type and shape while the tests run")
     tiers("--beside", action="store_true", help="run only what needs stabletrain/beside: the rest tests the core")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has fast tests check types and shapes; the slow ones, more cases of the same code, run it as users do."""
-    if not config.getoption("--slow"):
+    """Has the tests check types and shapes with `--types`, which takes a third longer; without, code runs as for users."""
+    if config.getoption("--types"):
         typechecks.install("stabletrain")
     if config.getoption("--beside") and not HAS_BESIDE:
         raise pytest.UsageError("--beside: there is no folder stabletrain/beside")
