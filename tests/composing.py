@@ -3,25 +3,17 @@
 What is kept is the result of reading and merging the YAML files, for each choice of options. Values that are typed for
 single keys are applied by Hydra each time, with all that follows. Commands that are started as processes compose as
 they do for users.
-
-Likewise the YAML files of runs are parsed by libyaml, which is faster than PyYAML's own parser. What it cannot parse
-is left to PyYAML, whose messages users see.
 """
 
 import pickle
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.defaults_list import Overrides, create_defaults_list
-from omegaconf import _utils
 
-yaml_loader = _utils.get_yaml_loader
 merge = config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list
 
 
@@ -45,7 +37,6 @@ def remember(patch: pytest.MonkeyPatch) -> None:
             merged[id(defaults)] = pickle.dumps(merge(loader, defaults, repo))
         return pickle.loads(merged[id(defaults)])
 
-    patch.setattr(_utils, "get_yaml_loader", fast_yaml_loader)
     patch.setattr(config_loader_impl, "create_defaults_list", defaults_once)
     patch.setattr(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)
 
@@ -54,34 +45,3 @@ def stamps(source: Any) -> tuple:
     """Returns name, size and time of each YAML file of a source: a test may change its own options."""
     files = sorted(Path(source.path).rglob("*.yaml")) if source.scheme() == "file" else []
     return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-
-
-def fast_yaml_loader() -> Callable[[Any], Any]:
-    """Stands for `get_yaml_loader`: its rules for tags and keys, with the parser of libyaml."""
-    slow = yaml_loader()
-
-    class Loader(slow):
-        """Reads a document by libyaml; one with an error again by PyYAML, which shows the line."""
-
-        def __init__(self, text: Any) -> None:
-            self.text = text
-            super().__init__(text)
-
-        def get_single_data(self) -> Any:
-            if not isinstance(self.text, str):
-                return super().get_single_data()
-            with suppress(yaml.YAMLError):
-                node = Nodes(self.text, slow).get_single_node()
-                return None if node is None else self.construct_document(node)
-            return slow(self.text).get_single_data()
-
-    return Loader
-
-
-class Nodes(yaml.cyaml.CParser, yaml.resolver.Resolver):
-    """Parses a text by libyaml, to nodes with the tags that a loader's rules give."""
-
-    def __init__(self, text: str, loader: Any) -> None:
-        self.yaml_implicit_resolvers = loader.yaml_implicit_resolvers
-        yaml.cyaml.CParser.__init__(self, text)
-        yaml.resolver.Resolver.__init__(self)

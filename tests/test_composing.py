@@ -1,10 +1,9 @@
 """What tests keep of Hydra's work is what Hydra composes."""
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
-from omegaconf import OmegaConf, _utils
+from omegaconf import OmegaConf
 
 from tests import composing
 from tests.runs import CONF
@@ -37,27 +36,6 @@ def test_what_is_kept_is_what_hydra_composes(monkeypatch, overrides):
     monkeypatch.setattr(loader.ConfigLoaderImpl, "_compose_config_from_defaults_list", composing.merge)
     assert kept == again == composed(overrides)
     assert isinstance(kept, str) == (overrides in REFUSED)
-
-
-TEXTS = [
-    "", "- 1\n- b\n", "text",
-    "a: 1e3\nb: 2024-01-01\nc: .inf\nd: 1_000\ne: [1:30, ~, yes, 0x1f]\n", "a: {b: &c 1, d: *c}",
-    "x: !!python/object/apply:pathlib.Path [a]\n",
-    "a: 1\na: 2\n", "a: [1", "\ta: b", "[" * 9, "a: !!python/object:os.system x", "a: 1\n---\nb: 2\n", "\0",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", [*TEXTS, (CONF / "config.yaml").read_text()], ids=lambda text: repr(text[:40]))
-def test_what_libyaml_reads_or_refuses_is_what_pyyaml_does(monkeypatch, text):
-    def read():
-        try:
-            return repr(OmegaConf.create(text))
-        except yaml.YAMLError as error:
-            return type(error), str(error)
-
-    fast = read()
-    monkeypatch.setattr(_utils, "get_yaml_loader", composing.yaml_loader)
-    assert fast == read()
 
 
 def test_an_option_that_a_test_has_changed_is_read_again(tmp_path):
