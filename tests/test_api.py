@@ -61,6 +61,7 @@ def test_the_import_loads_nothing_heavy():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.beside
 def test_the_public_names_are_there_and_no_others():
     for name in stabletrain.__all__:
         assert getattr(stabletrain, name).__doc__, name

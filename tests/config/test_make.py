@@ -202,6 +202,7 @@ NOT_HERE += ("data/cifar10", "data/imagefolder", "data/text", "data/tokens")
 """Options that need torchrun, a card or files."""
 
 
+@pytest.mark.beside(when=lambda group: group == "faults")
 @pytest.mark.parametrize("group", ROLES)
 def test_each_option_fits_the_role_of_its_group(group):
     given = {"precision": {"device": torch.device("cpu")}}.get(group, {})

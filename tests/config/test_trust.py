@@ -489,6 +489,7 @@ def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_p
     assert {*target.rglob("*")} == before
 
 
+@pytest.mark.beside
 @pytest.mark.slow(unless=lambda link: link == "checkpoints")
 @pytest.mark.parametrize("link", LINKS)
 def test_a_link_that_was_trusted_once_is_followed(run, tmp_path, link):

@@ -349,6 +349,7 @@ def test_an_optimizer_that_is_not_fused_waits_and_says_so(tmp_path):
         trained(tmp_path, "h100", *MODELS["gpt"], "optimizer.fused=false")
 
 
+@pytest.mark.beside
 def test_every_exception_is_a_place_in_the_package():
     for place in [*READERS, *WAITERS, *HOST]:
         file, _, function = place.partition(":")

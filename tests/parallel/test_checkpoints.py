@@ -16,7 +16,7 @@ from tests.parallel.launches import alone, forked
 from tests.parallel.worker import of_tensor
 from tests.runs import ROOT
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.beside, pytest.mark.timeout(600)]  # one of the runs has an injected fault
 
 SHARDS = [f"{part}/shard-0000{n}-model-00001-of-00001.safetensors" for part in ("model", "training") for n in (1, 2)]
 

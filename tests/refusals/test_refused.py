@@ -19,18 +19,30 @@ AS_PROCESSES = ["train optimizer.lr=-1", "train steps=[", "train --steps 100", "
 """Rows of different ways to the message: an option's class, Hydra's parser, no option, a command, no command."""
 
 
+def is_beside(command):
+    """Whether a command, or what its message names, needs `stabletrain/beside/`."""
+    first = command.split(" ")[0]
+    return (
+        first not in ("train", "prepare", "sample", "diagnose", "replay")
+        or " faults" in command
+        or "forecast." in command
+    )
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _place(tmp_path_factory):
     with place(tmp_path_factory.mktemp("refused")):
         yield
 
 
+@pytest.mark.beside(when=lambda command: is_beside(command))
 @pytest.mark.slow(unless=lambda command: command in FAST)
 @pytest.mark.parametrize(("command", "message"), [row[1:] for row in ROWS], ids=[row.command for row in ROWS])
 def test_a_command_is_refused_with_its_whole_message(command, message):
     assert refusal(command) == message
 
 
+@pytest.mark.beside(when=lambda command: is_beside(command))
 @pytest.mark.parametrize("command", AS_PROCESSES)
 def test_a_process_prints_one_message_and_exits_with_2(tmp_path, command):
     [message] = [row.message for row in ROWS if row.command == command]
