@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has the tests check types and shapes with `--types`, which takes a third longer; without, code runs as for users."""
+    """With `--types`, has the tests check types and shapes, which takes a third longer; else code runs as for users."""
     if config.getoption("--types"):
         typechecks.install("stabletrain")
     if config.getoption("--beside") and not HAS_BESIDE:
