@@ -217,17 +217,17 @@ class NoExtension:
 
     sweeps = False
 
-    def check(self, cfg: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    def check(self, config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
         """Refuses options whose classes lie in the folder.
 
         Args:
-            cfg: the configuration of a run.
+            config: the configuration of a run.
             choices: the option of each config group.
 
         Raises:
             ConfigError: there is such an option.
         """
-        for group, option in cfg.items():
+        for group, option in config.items():
             target = option.get("_target_", "") if isinstance(option, Mapping) else ""
             if now(str(target)).startswith(f"{BESIDE}."):
                 raise needs_beside(f"{group}={choices.get(group, target)}", f"use {group}=none")

@@ -13,7 +13,7 @@ class Extension(NoExtension):
 
     sweeps = True
 
-    def check(self, cfg: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    def check(self, config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
         """Refuses nothing."""
 
     def page(self, folder: Path) -> NoPage:

@@ -21,12 +21,8 @@ AS_PROCESSES = ["train optimizer.lr=-1", "train steps=[", "train --steps 100", "
 
 def is_beside(command):
     """Whether a command, or what its message names, needs `stabletrain/beside/`."""
-    first = command.split(" ")[0]
-    return (
-        first not in ("train", "prepare", "sample", "diagnose", "replay")
-        or " faults" in command
-        or "forecast." in command
-    )
+    of_the_core = command.split(" ")[0] in ("train", "prepare", "sample", "diagnose", "replay")
+    return not of_the_core or " faults" in command or "forecast." in command
 
 
 @pytest.fixture(scope="module", autouse=True)
