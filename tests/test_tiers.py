@@ -27,11 +27,8 @@ def test_a_condition_keeps_some_cases_fast(request, number):
         assert is_slow(request.node) == request.config.getoption("--slow")
 
 
-@pytest.mark.slow(unless=lambda checked: checked)
-@pytest.mark.parametrize("checked", [True, False])
-def test_types_and_shapes_are_checked_in_the_fast_tier(request, checked):
-    if not checked and request.config.getoption("--all"):
-        pytest.skip("with --all, the slow tests check types and shapes too")
+def test_types_and_shapes_are_checked_with_the_option_types_alone(request):
+    checked = request.config.getoption("--types")
     zero, one, logits, targets = torch.zeros(()), torch.tensor(1), torch.zeros(2, 3), torch.tensor([0, 1, 2])
     wrong_type, wrong_shape = lambda: devices("1"), lambda: z_loss(torch.zeros(2, 3, 4), 0.1)
     other_length = lambda: NoZLoss().add(zero, logits, targets, one)  # noqa: E731
