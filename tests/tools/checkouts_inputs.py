@@ -69,7 +69,10 @@ import sys
 import torch
 
 from stabletrain import __version__
-from stabletrain.beside.comparison import by_seed, frame, read_runs
+try:  # its place until 2026-11
+    from stabletrain.comparison import by_seed, frame, read_runs
+except ImportError:
+    from stabletrain.beside.comparison import by_seed, frame, read_runs
 from stabletrain.records import Batch, GradNorms
 from stabletrain.stability.clipping.fixed import NormClip
 
