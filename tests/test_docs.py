@@ -65,6 +65,7 @@ def test_masks_hide_numbers_and_places_but_no_words():
     assert masked("step  260: loss 11.67 is a spike") == masked("step 31: loss 2.5e-3 is a spike")
     assert masked("run outputs/2026-11-21/16-45-39") == "run outputs/<date>/<time>"
     assert masked("at /usr/lib/python3.11/parse.py at byte 24321") == masked("at .../topics.py at byte 7")
+    assert masked("finished  34 s  1:48 left") == masked("finished  1:02  59 s left")
     assert masked("loss is high") != masked("loss is low")
 
 

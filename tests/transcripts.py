@@ -114,6 +114,7 @@ def masked(line: str) -> str:
     line = re.sub(r"(?:\.\.\.|~|(?<![\w.<>])(?:/[\w.+-]+)+)/(?=[\w.<])", "", line)
     line = re.sub(r"\b[\w-]+\.(?:py|md)(?::| at byte )\d+", "<file>", line)
     line = re.sub(r"cpu, \d+ threads?", "cpu", line)
+    line = re.sub(r"\b(?:\d+:)+\d\d\b", "# s", line)  # a run that takes longer than 59 s on a busy machine
     line = re.sub(r"\d+(?:[.,:]\d+)*(?:e[+-]?\d+)?(?:[kM]\b)?", "#", line)
     return " ".join(line.split())
 
