@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import Buffers, SavedBuffers, buffers_of
+from stabletrain.in_flight import InFlight
 from stabletrain.monitors.tensor_norms import gradients, measure_all
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import (
@@ -28,7 +29,6 @@ from stabletrain.records import (
     Clipped,
     DeviceReading,
     GradNorms,
-    InFlight,
     LossTerms,
     Number,
     Reading,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.records import InFlight
+from stabletrain.in_flight import InFlight
 from stabletrain.step import commit, compute
 from stabletrain.trainer import loop
 from stabletrain.trainer.build import build

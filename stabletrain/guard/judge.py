@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from stabletrain.buffers import buffers_of, note_masks
 from stabletrain.guard.gradients import gradients, measure, multiply_
 from stabletrain.guard.policy import SkipGuard
+from stabletrain.in_flight import InFlight
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import Clipped, GradNorms, InFlight, LossTerms, Number, Reading, StepChecks
+from stabletrain.records import Clipped, GradNorms, LossTerms, Number, Reading, StepChecks
 from stabletrain.stability.clipping.fixed import NormClip
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.step import close_gate

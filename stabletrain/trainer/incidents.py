@@ -21,10 +21,11 @@ from stabletrain.forensics.subject import StepSubject
 from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly
 from stabletrain.guard.engine import ReadStep
+from stabletrain.in_flight import InFlight
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
-from stabletrain.records import Batch, InFlight, Reading, TrainState
+from stabletrain.records import Batch, Reading, TrainState
 from stabletrain.step import Computed, apply, compute, count_targets, forward_backward
 from stabletrain.tools import Tools
 from stabletrain.trainer.run import TrainingRun

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stabletrain.checkpoint import sharded, writer
-from stabletrain.checkpoint.reader import peek
+from stabletrain.checkpoint.reader import peek, verify
 from stabletrain.checkpoint.sharded import RankShard, begin, note_of
 from stabletrain.checkpoint.tree import ShardWriters
 from stabletrain.checkpoint.writer import write_file
@@ -40,6 +40,24 @@ def shards(folder, count=2, weights=WEIGHTS, ending=None):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_shards_of_all_ranks_make_up_the_whole_state(folder, count):
+    first, *others = shards(folder, count)
+    for other in others:
+        other.write(healthy=True)
+    path, bad = first.publish(folder, ABOUT)
+    assert (path, bad) == (folder / "step-00000007", None)
+    assert names(folder) == ["step-00000007"]
+    found = verify(path)
+    assert (found.step, found.healthy, found.val_loss, found.info) == (7, True, 2.5, {"run": "abc"})
+    tree = found.load()
+    assert torch.equal(tree["model"]["w"], WEIGHTS)
+    assert torch.equal(tree["model"]["b"], torch.ones(1))
+    assert torch.equal(tree["optimizer"]["state"]["w"]["exp_avg_sq"], MOMENTS["exp_avg_sq"])
+    assert tree["step"] == 7
+    assert not [*path.glob(".*")], "the notes of the ranks are deleted"
 
 
 def test_rank_0_publishes_after_the_last_rank_has_written(folder):

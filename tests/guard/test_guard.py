@@ -17,7 +17,7 @@ from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.guard import loop_states
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
-from stabletrain.records import InFlight
+from stabletrain.in_flight import InFlight
 from tests.guard.given import Loop, batches, bits, network, same
 
 OPTIMIZERS = {

@@ -19,6 +19,7 @@ BESIDE = "beside"
 MAY_SEE = {
     "records": set(),
     "errors": set(),
+    "in_flight": {"records"},
     "printable": set(),
     "stored": {"errors"},
     "program": set(),
@@ -34,20 +35,30 @@ MAY_SEE = {
     "monitors": NOUNS | {"machine"},
     "stability": NOUNS | {"checksums", "monitors", "machine", "parallel"},
     "parallel": NOUNS | {"checkpoint", "machine"},
-    "step": NOUNS | {"monitors", "parallel", "stability", "tools"},
+    "step": NOUNS | {"in_flight", "monitors", "parallel", "stability", "tools"},
     "forensics": NOUNS
     | {"checkpoint", "guard/checks", "guard/policy", "machine", "monitors", "parallel", "tools", "stability", "step"}
     | {"tracking"},
     "guard/checks": NOUNS | {"checksums", "machine", "parallel", "stability"},
     "guard/policy": NOUNS | {"guard/checks", "monitors"},
     "guard": NOUNS
-    | {"checkpoint", "extension", "forensics", "guard/checks", "guard/policy", "machine", "monitors", "parallel"}
+    | {
+        "checkpoint",
+        "extension",
+        "forensics",
+        "guard/checks",
+        "guard/policy",
+        "in_flight",
+        "machine",
+        "monitors",
+        "parallel",
+    }
     | {"stability", "step", "tools", "tracking"},
     "config": NOUNS | {"parallel", "stability", "weights"},
     "extension": NOUNS | {"config"},
     "trainer": NOUNS
-    | {"checkpoint", "config", "data", "extension", "forensics", "guard", "guard/checks", "guard/policy", "machine"}
-    | {"models", "monitors", "parallel", "tools", "stability", "step", "tracking", "weights"},
+    | {"checkpoint", "config", "data", "extension", "forensics", "guard", "guard/checks", "guard/policy", "in_flight"}
+    | {"machine", "models", "monitors", "parallel", "tools", "stability", "step", "tracking", "weights"},
     "cli": NOUNS
     | {"checkpoint", "config", "data", "extension", "forensics", "guard", "machine", "models", "parallel", "tools"}
     | {"stability", "tracking", "trainer"},

@@ -8,7 +8,7 @@ NEVER_SET = "nothing assigns to its fields or hashes it: `frozen` guards against
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
-        "stabletrain/records.py",
+        "stabletrain/in_flight.py",
         "numbers = self._known | dict(zip(self._names, self._values.tolist(), strict=True))",
         "numbers = self._known | dict(zip(self._names, self._values.tolist(), strict=False))",
     ): "names and values come from one dict, so they are equally many",

@@ -34,8 +34,9 @@ import stabletrain
 from stabletrain.config.make import Choice
 from stabletrain.data.batches import Prefetch
 from stabletrain.forensics.trace.recorder import Trace
+from stabletrain.in_flight import InFlight
 from stabletrain.machine import hardware
-from stabletrain.records import Batch, InFlight, Reading
+from stabletrain.records import Batch, Reading
 from stabletrain.stability.init import TorchInit
 from stabletrain.trainer import parts, stages
 from tests.tools.fake_autograd import Walk, backward, grad
@@ -74,7 +75,7 @@ HOST = {
     "records.py:pin_memory": "copies a batch to page-locked memory",
     "records.py:count_targets": "counts targets that are still on the host",
     "records.py:rows": "splits the ids of the samples, which stay on the host",
-    "records.py:__init__": "the reading of a step, copied to the host",
+    "in_flight.py:__init__": "the reading of a step, copied to the host",
     "checkpoint/": "copies a state to the host and back",
     "data/": "makes batches",
     "beside/faults/": "injects a fault, in data that are on the host too",

@@ -17,12 +17,13 @@ from stabletrain.extension import NoForecast, NoPage
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.guard.policy import NoGuard
+from stabletrain.in_flight import InFlight
 from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.parallel.whole import WholeState
-from stabletrain.records import Batch, DeviceReading, InFlight, Reading, TrainState
+from stabletrain.records import Batch, DeviceReading, Reading, TrainState
 from stabletrain.stability import precision as precisions
 from stabletrain.tracking.run_folder import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker
