@@ -285,7 +285,9 @@ class NoExtension:
 @cache
 def extension() -> NoExtension:
     """Returns the tools beside a run, if they are installed."""
-    if find_spec(BESIDE) is None:
+    found = find_spec(BESIDE)
+    # A folder without `__init__.py`, such as one with bytecode that was left behind, has no origin.
+    if found is None or found.origin is None:
         return NoExtension()
     return import_module(f"{BESIDE}.extension").Extension()
 

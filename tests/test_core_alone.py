@@ -6,12 +6,15 @@
 import ast
 import json
 import re
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from stabletrain.extension import COMMANDS, extension
-from tests.conftest import TESTS, all_beside, is_beside
+from stabletrain.extension import COMMANDS, NoExtension, extension
+from tests.conftest import HAS_BESIDE, TESTS, all_beside, is_beside
 from tests.runs import ROOT, TINY_GPT, python
 
 HIDDEN = """
@@ -62,6 +65,14 @@ def test_what_needs_the_folder_says_so_in_one_line(tmp_path, case):
     assert code is not TRAIN or (tmp_path / "run" / "checkpoints").exists() == (exit_code == 0)
     assert exit_code != 2 or done.stderr.count("\n") == 1
     assert "\nnext " not in done.stdout, "no sweep is suggested"
+
+
+def test_a_folder_with_left_behind_bytecode_is_no_folder(monkeypatch):
+    assert type(extension.__wrapped__()) is not NoExtension or not HAS_BESIDE
+    left_behind = ModuleType("stabletrain.beside")
+    left_behind.__spec__ = ModuleSpec("stabletrain.beside", None, is_package=True)  # what import finds in such a folder
+    monkeypatch.setitem(sys.modules, "stabletrain.beside", left_behind)
+    assert type(extension.__wrapped__()) is NoExtension
 
 
 def test_a_halt_ends_a_run_that_was_to_be_healed(tmp_path):
