@@ -245,10 +245,11 @@ class Checkpoints(NoCheckpoints):
         self._say_if_gone(there, step)
         folder.damaged.pop(path, None)
         folder.mark_verified(path)
-        # Delete old checkpoints only now that the new one is complete.
-        if here:
-            self._forget(superseded(folder.known(), step, healthy))
-        known = folder.known()
+        # Delete old checkpoints only now that the new one is complete. An obsolete one that cannot be deleted is not
+        # counted below: it would take the place of one to keep, such as the one just written.
+        obsolete = superseded(folder.known(), step, healthy) if here else set()
+        self._forget(obsolete)
+        known = [checkpoint for checkpoint in folder.known() if checkpoint.path not in obsolete]
         self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best, anchors))
         fields = {"path": path.name, "healthy": healthy, "seconds": round(time.perf_counter() - start, 3)}
         return fields if bad is None else {**fields, "reason": bad}

@@ -138,6 +138,24 @@ def test_what_cannot_be_removed_is_said_once_and_does_no_harm(tmp_path, monkeypa
     )
 
 
+def test_what_a_rollback_made_obsolete_takes_no_other_checkpoints_place(tmp_path, monkeypatch):
+    run = Run(tmp_path, keep=1)
+    run.save(30)
+    rename = Path.rename
+
+    def kept(path, target):
+        if path.name == "step-00000030":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", kept)
+    run.save(20)  # the run is at step 20 again, and cannot delete what it had saved later
+    assert run.steps() == [20, 30]
+    monkeypatch.undo()
+    run.save(25)
+    assert run.steps() == [25]
+
+
 @pytest.fixture
 def small_files():
     """Files over 64 KiB cannot be written: the kernel refuses as a full disk does."""
