@@ -250,7 +250,9 @@ class Checkpoints(NoCheckpoints):
         obsolete = superseded(folder.known(), step, healthy) if here else set()
         self._forget(obsolete)
         known = [checkpoint for checkpoint in folder.known() if checkpoint.path not in obsolete]
-        self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best, anchors))
+        # The state that the run is at stays, also if a later healthy one was spared and counts as the newest.
+        stays = kept(known, self.keep, self.keep_best, anchors) | ({path} if here else set())
+        self._forget({checkpoint.path for checkpoint in known} - stays)
         fields = {"path": path.name, "healthy": healthy, "seconds": round(time.perf_counter() - start, 3)}
         return fields if bad is None else {**fields, "reason": bad}
 

@@ -8,6 +8,7 @@ A checkpoint that is damaged or belongs to another run is skipped, with one line
 | the two newest healthy ones; only the newest if `keep` is 1 | a rollback and a resume fall back to them |
 | the newest at or before each retained state | a rollback can recompute that state from it |
 | the best, if `keep_best` is set | it is the result |
+| the one just written | it is reported as saved, also if a later healthy one was spared by a rollback |
 
 The second healthy one is a reserve in case the first turns out to be damaged. Verifying the first at each save instead
 would take as long as writing it. Checkpoints known to be damaged do not count.

@@ -324,7 +324,7 @@ class History(RuleBasedStateMachine):
         known = self.listed(disk)
         healthy = [each for each in known if disk[each].healthy]
         ranked = [(disk[each].val_loss, -each) for each in healthy if math.isfinite(disk[each].val_loss or math.nan)]
-        stays = {*known[-self.keep :], *healthy[-min(self.keep, 2) :]}
+        stays = {*known[-self.keep :], *healthy[-min(self.keep, 2) :]} | ({step} if here else set())
         stays |= {-min(ranked)[1]} if ranked and self.keep_best else set()
         for anchor in anchors:  # the newest at or before it, if there is one
             stays |= {*[each for each in known if each <= anchor][-1:]}

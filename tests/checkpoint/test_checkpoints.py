@@ -138,6 +138,14 @@ def test_what_cannot_be_removed_is_said_once_and_does_no_harm(tmp_path, monkeypa
     )
 
 
+def test_the_state_that_the_run_is_at_stays_beside_a_later_healthy_one(tmp_path):
+    run = Run(tmp_path, keep=1)
+    run.save(30)
+    run.checkpoints.rewind(20)  # none at or before step 20 is healthy, so that of step 30 is spared
+    run.save(20, healthy=False)
+    assert run.steps() == [20, 30]
+
+
 def test_what_a_rollback_made_obsolete_takes_no_other_checkpoints_place(tmp_path, monkeypatch):
     run = Run(tmp_path, keep=1)
     run.save(30)
