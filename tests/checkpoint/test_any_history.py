@@ -649,7 +649,6 @@ LONGER = {"one process": (History, 300), "a background thread": (Asynchronous, 1
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # on a busy machine
 @pytest.mark.parametrize(("kind", "histories"), LONGER.values(), ids=LONGER)
 def test_any_longer_history_leaves_what_it_has_to(kind, histories):
     run_state_machine_as_test(kind, settings=settings(FIXED, max_examples=histories, stateful_step_count=50))
