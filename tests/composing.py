@@ -1,10 +1,11 @@
 """Composes the same options once per process, because Hydra takes longer for it than the steps of a small run.
 
-What is kept is the result of reading and merging the YAML files, for each choice of options. Values that are typed for
-single keys are applied by Hydra each time, with all that follows. Commands that are started as processes compose as
-they do for users.
+What is kept is each YAML text as parsed, and the result of reading and merging the files for each choice of options.
+Values that are typed for single keys are applied by Hydra each time, with all that follows. Commands that are started
+as processes compose as they do for users.
 """
 
+import io
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,25 @@ from typing import Any
 import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.defaults_list import Overrides, create_defaults_list
+from omegaconf import OmegaConf
 
 merge = config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list
+load = OmegaConf.load
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:
     """Has Hydra keep, in this process, what it read and merged."""
-    lists, merged = {}, {}
+    parsed, lists, merged = {}, {}, {}
+
+    def load_once(file: Any) -> Any:
+        """Stands for `OmegaConf.load`; Hydra gives it open files."""
+        if not isinstance(file, io.TextIOBase):
+            return load(file)
+        text = file.read()
+        if text not in parsed:
+            file.seek(0)  # and not the text: an error names the file
+            parsed[text] = pickle.dumps(load(file))
+        return pickle.loads(parsed[text])
 
     def defaults_once(repo: Any, config_name: Any, overrides_list: Any, **how: bool) -> Any:
         """Stands for `create_defaults_list`."""
@@ -37,6 +50,7 @@ def remember(patch: pytest.MonkeyPatch) -> None:
             merged[id(defaults)] = pickle.dumps(merge(loader, defaults, repo))
         return pickle.loads(merged[id(defaults)])
 
+    patch.setattr(OmegaConf, "load", staticmethod(load_once))
     patch.setattr(config_loader_impl, "create_defaults_list", defaults_once)
     patch.setattr(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)
 

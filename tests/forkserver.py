@@ -5,18 +5,20 @@ A forked command is a process of its own, with its own folder, environment, outp
 only the imported modules with the server. Tests of what a command imports use a fresh interpreter, or a server without
 torch.
 
-    python -m tests.forkserver SOCKET KIND      serves on a Unix socket until its standard input closes
+    python -m tests.forkserver SOCKET KIND PROCESS      serves on a Unix socket until that process has ended
 """
 
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -45,7 +48,8 @@ PRELOADED["program"] = (
     "stabletrain.cli.commands",
     "stabletrain.trainer.loop",
     "stabletrain.models.resnet",
-    "torch.distributed",
+    "stabletrain.checkpoint.checkpoints",
+    "torch.distributed.fsdp",
     "torch._dynamo",  # every step imports it, and that takes longer than most commands
     "sklearn.datasets",
 )
@@ -146,28 +150,33 @@ def run(
 
 @cache
 def server(kind: str) -> str:
-    """Returns a server's address; the server starts on first use and ends with this process."""
-    folder = tempfile.mkdtemp(prefix="fork")
-    address = f"{folder}/socket"
-    environment = {**os.environ, **ONE_THREAD}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forkserver", address, kind],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n", "the fork server does not start"
-    atexit.register(lambda: (process.kill(), process.wait(), os.unlink(address), os.rmdir(folder)))
-    return address
+    """Returns a server's address; the server starts on first use.
+
+    Pytest's workers share one, which ends with the process that started them; else it ends with this process.
+    """
+    run, outlives = os.environ.get("PYTEST_XDIST_TESTRUNUID"), os.getppid()
+    if run is None:
+        run, outlives = uuid.uuid4().hex, os.getpid()
+    folder = Path(tempfile.gettempdir(), f"fork-{run}-{kind.replace(' ', '-')}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    address = folder / "socket"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not address.exists():
+            words = [sys.executable, "-m", "tests.forkserver", str(address), kind, str(outlives)]
+            subprocess.run(words, cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdin=subprocess.DEVNULL, check=True)
+    return str(address)
 
 
 # ---- the server's side
 
 
-def serve(address: str, kind: str) -> None:
-    """Forks a process for each connection; sends its process id, and its exit code once it has ended."""
+def serve(address: str, kind: str, outlives: str) -> None:
+    """Forks a process for each connection; sends its process id, and its exit code once it has ended.
+
+    Serves in a fork of this process, which ends once there is something to connect to.
+    """
+    last = os.pidfd_open(int(outlives))
     for name in PRELOADED[kind]:
         importlib.import_module(name)
     count = len(os.listdir("/proc/self/task"))
@@ -177,13 +186,15 @@ def serve(address: str, kind: str) -> None:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(address)
     listening.listen()
-    print("ready", flush=True)
+    if os.fork():
+        return
     selector = selectors.DefaultSelector()
     selector.register(listening, selectors.EVENT_READ)
-    selector.register(sys.stdin, selectors.EVENT_READ)
+    selector.register(last, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
-            if key.fileobj is sys.stdin:
+            if key.fileobj == last:
+                shutil.rmtree(Path(address).parent)
                 return
             if key.fileobj is listening:
                 connection, _ = listening.accept()

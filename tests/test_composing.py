@@ -32,6 +32,7 @@ def composed(overrides):
 def test_what_is_kept_is_what_hydra_composes(monkeypatch, overrides):
     kept, again = composed(overrides), composed(overrides)
     loader = composing.config_loader_impl
+    monkeypatch.setattr(OmegaConf, "load", staticmethod(composing.load))
     monkeypatch.setattr(loader, "create_defaults_list", composing.create_defaults_list)
     monkeypatch.setattr(loader.ConfigLoaderImpl, "_compose_config_from_defaults_list", composing.merge)
     assert kept == again == composed(overrides)

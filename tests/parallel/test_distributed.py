@@ -35,8 +35,8 @@ BOTH = {
 """What ddp and fsdp can both do."""
 
 ESSENTIAL = (
-    *("ddp/gpt", "auto/gpt", "ddp/uneven_accumulated", "fsdp/uneven_accumulated"),
-    *("fsdp/resnet", "ddp/numbers_accumulated"),
+    *("ddp/gpt", "auto/gpt"),
+    *("fsdp/uneven_accumulated", "ddp/numbers_accumulated"),
 )
 """Cases of the fast tier."""
 

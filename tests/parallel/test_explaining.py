@@ -70,7 +70,7 @@ for part, rank in (("replay", 1), ("replay", 0), ("disk", 1), ("budget", 0)):
 CASES["fsdp-label_memory"] = {"overrides": CASES["fsdp-label_small"]["overrides"], "broken": ["memory", 1]}
 CASES["fsdp-samples-1"] = {"overrides": [*FAULTS["label"], "parallel=fsdp"], "broken": ["samples", 1]}
 
-ESSENTIAL = (("fsdp", "memory", 1), ("fsdp", "receive", 1))
+ESSENTIAL = (("fsdp", "receive", 1),)
 
 
 @pytest.fixture(scope="module")
