@@ -645,7 +645,7 @@ def test_any_history_leaves_what_it_has_to(kind, histories):
     run_state_machine_as_test(kind, settings=settings(FIXED, max_examples=histories))
 
 
-LONGER = {"one process": (History, 300), "a background thread": (Asynchronous, 100), "ranks": (Sharded, 50)}
+LONGER = {"one process": (History, 100), "a background thread": (Asynchronous, 35), "ranks": (Sharded, 15)}
 
 
 @pytest.mark.slow

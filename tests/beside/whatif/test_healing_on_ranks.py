@@ -14,19 +14,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 RUN = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=250", "hydra.run.dir=run"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_ranks_heal_and_a_killed_one_changes_nothing(tmp_path, kind):
+def test_two_ranks_heal_and_a_killed_one_changes_nothing(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for place in (whole, cut):
         place.mkdir()
-    forked(2, str(ROOT / "train.py"), *RUN, f"parallel={kind}", cwd=whole, logs=whole)
+    forked(2, str(ROOT / "train.py"), *RUN, "parallel=fsdp", cwd=whole, logs=whole)
     (heal,) = events(whole / "run", "heal")
     assert len(heal["arms"]) >= 2
     assert heal["arm"] in heal["arms"]
-    words = ["-m", "tests.beside.whatif.interrupted", "SIGKILL", "arm:100", "1", *RUN, f"parallel={kind}"]
+    words = ["-m", "tests.beside.whatif.interrupted", "SIGKILL", "arm:100", "1", *RUN, "parallel=fsdp"]
     killed = finish(start(2, *words, cwd=cut))
     assert killed.returncode != 0
     assert f"interrupted before arm 100, {signal.SIGKILL.name}" in killed.stdout
     assert not events(cut / "run", "heal")
-    forked(2, str(ROOT / "train.py"), *RUN, f"parallel={kind}", "resume=auto", cwd=cut, logs=cut)
+    forked(2, str(ROOT / "train.py"), *RUN, "parallel=fsdp", "resume=auto", cwd=cut, logs=cut)
     assert end(cut / "run") == end(whole / "run")

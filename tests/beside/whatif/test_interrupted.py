@@ -37,8 +37,8 @@ def whole(tmp_path_factory):
     return end(place / "run")
 
 
-MOMENTS = [("SIGTERM", "arm:30"), ("SIGKILL", "second:10"), ("SIGKILL", "install:1")]
-MOMENTS += [("SIGKILL", "heal:1"), ("SIGKILL", "stop:2"), ("SIGTERM", "cost:3")]  # the last one: between two arms
+MOMENTS = [("SIGTERM", "arm:30"), ("SIGKILL", "install:1"), ("SIGKILL", "stop:2"), ("SIGTERM", "cost:3")]
+"""In an arm, in the middle of the change to the winner, after the halt, and between two arms."""
 
 
 @pytest.mark.parametrize(("sent", "moment"), MOMENTS)

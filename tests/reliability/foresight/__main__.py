@@ -69,9 +69,10 @@ def fit_model(folder: Path) -> None:
 
 def score(folder: Path) -> None:
     """Prints the tables."""
+    from tests.reliability.foresight.looks import watch
     from tests.reliability.foresight.results import results
 
-    print(results(folder))
+    print(results(watch(read(folder))))
 
 
 def act_at_alarms(folder: Path, processes: int) -> int:
