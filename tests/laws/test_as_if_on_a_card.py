@@ -56,15 +56,24 @@ OF_THE_CARD = ("precision=", "determinism=", "stability=")
 """Options that may act differently on an A100 than on an H100. On a V100, which has no bf16, all may."""
 
 ACTING_OPTIONS = [option for option in OPTIONS if option not in NOT_HERE]
+
+
+def is_tried(option: str, number: int, card: str, turn: int) -> bool:
+    """Whether an option, with its place in the list, is tried on a card with the first or second model.
+
+    Each is tried with both models and on each kind of card, but only precisions in all pairs of them.
+    """
+    if option.startswith("precision="):
+        return True
+    return (card != "a100" or option.startswith(OF_THE_CARD)) and ((card == "v100") + turn + number) % 2 == 0
+
+
 CASES = [
     (card, model, option)
     for number, option in enumerate(ACTING_OPTIONS)
-    for place, card in enumerate(CARDS)
+    for card in CARDS
     for turn, model in enumerate(MODELS)
-    # every option with both models, and on each kind of card, but only precisions with all pairs of them
-    if option.startswith("precision=")
-    or (card != "a100" or option.startswith(OF_THE_CARD))
-    and (place // 2 + turn + number) % 2 == 0
+    if is_tried(option, number, card, turn)
 ]
 FAST = ("h100", "resnet", "precision=bf16")
 PRODUCTS = {
