@@ -30,7 +30,7 @@ def mlp(inputs, hidden, outputs, activation=nn.ReLU):
     return nn.Sequential(nn.Linear(inputs, hidden), activation(), nn.Linear(hidden, outputs))
 
 
-def graph_network(folder, seed=0, hurt=None):
+def graph_network(folder, seed=0, hurt=None, told=False):
     """A graph network that fits its labels; then Adam's L2 penalty is most of the gradient, and the weights shrink."""
     torch.manual_seed(seed)
     labels = torch.randint(4, (120,))
@@ -51,6 +51,8 @@ def graph_network(folder, seed=0, hurt=None):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
+            if told:
+                loop.guard.state_replaced()
     return loop
 
 
@@ -170,3 +172,4 @@ def test_weights_that_are_halved_outside_of_the_step_are_found_with_any_optimize
     (alarm,) = graph_network(tmp_path, hurt=150).guard.alarms
     assert (alarm.kind, alarm.since) == ("weight_growth", 151)
     assert "something else changed them" in alarm.text
+    assert graph_network(tmp_path, hurt=150, told=True).guard.alarms == []

@@ -54,10 +54,16 @@ def test_a_rise_that_decays_within_twenty_steps_is_none():
 
 
 def test_rises_at_a_constant_interval_are_none_from_the_third_on():
-    regular = [(start, start + 60) for start in range(100, 300, 65)]
     slow = LoopSlowSpikes(0.1)
     assert [slow._recurs(since) for since in (100, 230, 361, 490, 700)] == [False, False, True, True, False]
-    assert len(alarms(risen(*regular))) <= 2
+
+    def alternating(given):
+        return given._replace(loss=2 + (given.loss - 2) / 10 + 0.6 * (given.step // 100 % 2))
+
+    slow = LoopSlowSpikes(0.1)
+    readings = [clean(200 + step % 100)._replace(step=step, update=0.0, weights=0.0) for step in range(1, 1200)]
+    found = [alarm.since for given in readings for alarm in slow.add(alternating(given))]
+    assert [round(since, -1) for since in found] == [100, 300]
 
 
 def test_a_loss_that_has_been_negative_has_no_trend():
