@@ -192,7 +192,9 @@ class SustainedRise(ChangePoint):
             return statistic
         if len(self._excess) < LASTING:
             return 1.0
-        if median(self._excess[-ENDS:]) < median(self._excess[:ENDS]) / 2:  # it has decayed
+        if median(self._excess[-ENDS:]) < median(self._excess[:ENDS]) / 2:
+            # It has decayed, perhaps to another level than before: the reference goes on with what was held back.
+            self._values.extend(self._known[0] + error for error in self._excess[-self._held :])
             self._sums, self._excess = [0.0], []
         return self.statistic
 

@@ -47,10 +47,11 @@ def test_a_rise_that_lasts_is_told_once_with_what_could_be_the_cause():
 
 
 def test_a_rise_that_decays_within_twenty_steps_is_none():
-    def decaying(given):
-        return {"loss": given.loss + 2 * 0.9 ** max(given.step - 150, 0) * (given.step >= 150)}
+    def decaying(level):
+        return lambda given: {"loss": given.loss + (level + 2 * 0.9 ** (given.step - 150) if given.step >= 150 else 0)}
 
-    assert alarms(risen((150, 170))) == alarms(decaying) == []
+    assert alarms(risen((150, 170))) == alarms(decaying(0.0)) == []
+    assert alarms(decaying(0.5)) == [], "it has decayed, to a level that is a little higher"
 
 
 def test_rises_at_a_constant_interval_are_none_from_the_third_on():
