@@ -71,7 +71,7 @@ class LoopSlowSpikes(SlowSpikes):
             self._forget_trends()
         changed = self._changed_outside(reading)
         found = super().add(reading) if self._minimized and not self._signed else []
-        return changed or [alarm for alarm in found if not self._recurs(alarm.since)]
+        return changed or [alarm for alarm in found if not self._recurs(alarm.since or 0)]
 
     def _changed_outside(self, reading: Reading) -> list[Alarm]:
         """Returns an alarm if the weights' length has changed by more than the update's, for the first time."""
