@@ -56,7 +56,7 @@ class Prediction:
         signal, place: which signal, where in the model; the place is "" for the whole model.
         value, threshold: of the signal.
         at, low, high: step at which the threshold is reached, and its 80 % interval; NaN if there is no trend.
-        probability: that the run breaks or ends worse.
+        probability: that the run breaks or ends worse; NaN if it is unlike the runs that the forecast was fitted on.
         horizon: steps ahead that the probability is about.
         fix: overrides, best first.
         text: all of it, in one line.
@@ -79,7 +79,8 @@ class Prediction:
         """Returns the fields of the event `forecast`, without the step; unknown times are None."""
         found = {name: value for name, value in asdict(self).items() if name != "step"}
         times = {name: None if math.isnan(found[name]) else round(found[name], 1) for name in ("at", "low", "high")}
-        return {**found, **times, "fix": list(self.fix), "probability": round(self.probability, 4)}
+        probability = None if math.isnan(self.probability) else round(self.probability, 4)
+        return {**found, **times, "fix": list(self.fix), "probability": probability}
 
 
 class NoForecast:

@@ -53,6 +53,8 @@ class Guard(LoopGuard):
         forecast_every: applied steps between two looks of a forecast, which says what will break and near which step
             (`guard/loop_forecast.py`); 25 is usual, 0 predicts nothing. It only watches.
         slow: what a slow spike does (`guard/policy/slow.py`): `off`, `alarm`, or with `rollback=True` `rollback`.
+        loss: what the loop's loss is. `minimized` falls or stays, so a lasting rise is a slow spike. `policy` (policy
+            gradients) and `adversarial` may rise while all goes well: no trend is judged.
         policy: a `SkipGuard` or `RollbackGuard` with limits of your own, in place of `rollback` and `slow`.
         max_incidents: how many incidents are investigated; 0 for none.
         max_seconds: approximate time limit for each.

@@ -171,6 +171,7 @@ class OwnLoop:
     def state_replaced(self) -> None:
         """Discards checksums and snapshots, because the loop itself has changed weights, moments or buffers."""
         self.loads.noticed = False
+        self.states.lengths = []  # of the weights before: the next step's cannot be compared with them
         self.policy.states.forget()
         self.policy.check_state_every(self.policy.state_check.every)
         self._start_noted = False

@@ -13,6 +13,12 @@ A trend that is present in the past errors is subtracted only if it makes the te
 therefore never alarms when its fall slows down. While S is above half its threshold, the reference and the errors stay
 as they are: a change must not become its own reference. If that lasts for `ERRORS` values, S begins again at 0.
 
+`SustainedRise` is the same test of a series about which nothing is known, as in a user's own loop. Its scale is that of
+the tail, which is wider than the median deviation says if errors have heavy tails, and a rise must last:
+
+    deviation   max(1.4826 MAD(e), (q90(e) - median(e)) / 1.2816),  q90 without the errors since S left 0
+    a change    S > threshold, and `LASTING` values after it began the newest are above half of the first
+
 `threshold(rate)` was fitted to simulated series with heavy tails and autocorrelation
 (`tests/reliability/slow_spikes.py`).
 """
@@ -31,6 +37,13 @@ ALLOWANCE, LARGEST = 1.0, 4.0
 
 NORMAL = 1.4826
 """Standard deviation of normally distributed values, divided by their median absolute deviation."""
+
+LASTING, ENDS = 40, 16
+"""Values after which a `SustainedRise` is judged, and how many of the first and of the newest are compared."""
+
+TAIL, NORMAL_TAIL = 0.9, 1.2816
+"""Quantile of the errors that gives the scale of a `SustainedRise`, and how many deviations it lies above the median of
+normally distributed ones."""
 
 AT_ONE, PER_TENFOLD = 13.0, 2.7
 """Threshold at one false alarm in 100,000 values, and by how much it rises for ten times fewer."""
@@ -160,6 +173,40 @@ class ChangePoint:
         self._sums, self._onsets = list(state["sums"]), list(state["onsets"])
         self._known, self._excess = list(state["known"]), list(state["excess"])
         self._count, self._held = state["count"], state["held"]
+
+
+class SustainedRise(ChangePoint):
+    """The test of a series with any distribution, for a rise that lasts: one that decays soon is none.
+
+    Args:
+        limit: see `ChangePoint`.
+    """
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(limit, down=False)
+
+    def add(self, step: int, value: float, floor: float = 0.0) -> float:
+        """Adds the finite value of a step; returns `statistic`, and at most 1 until the rise has lasted."""
+        statistic = super().add(step, value, floor)
+        if statistic <= 1:
+            return statistic
+        if len(self._excess) < LASTING:
+            return 1.0
+        if median(self._excess[-ENDS:]) < median(self._excess[:ENDS]) / 2:
+            # It has decayed, perhaps to another level than before: the reference goes on with what was held back.
+            self._values.extend(self._known[0] + error for error in self._excess[-self._held :])
+            self._sums, self._excess = [0.0], []
+        return self.statistic
+
+    def _spread(self) -> tuple[float, float] | None:
+        found = super()._spread()
+        if found is None:
+            return None
+        middle, deviation = found
+        # Without the errors since S left 0: a change must not be its own scale.
+        errors = list(self._errors)[: max(len(self._errors) - len(self._excess), MINIMUM)]
+        high = sorted(errors)[int(TAIL * len(errors))]
+        return middle, max(deviation, (high - middle) / NORMAL_TAIL)
 
 
 def median(values: "deque[float] | list[float]") -> float:

@@ -95,7 +95,10 @@ def test_a_gradient_norm_that_grows_is_foretold_in_the_trainers_words(tmp_path, 
     assert about
     assert about[0]["step"] < 25 * 6.64, "before the norm is 100"
     assert any("gradient norms double every 25 steps and reach 100 near step" in event["text"] for event in about)
-    assert about[0]["text"].endswith("fix: clip gradients: Guard(max_norm=1.0)")
+    assert (
+        "no percentage: fitted on small built-in GPTs and ResNets; this is neither; fix: lower the" in about[0]["text"]
+    )
+    assert about[0]["probability"] is None
 
 
 def test_the_fix_is_not_what_the_guard_does_already(tmp_path):

@@ -32,6 +32,7 @@ class ReplayedForecast:
         said: the predictions, in order.
         now: what is known at the last look: for each signal, the place with the highest level ahead.
         probability: at the last look.
+        far: why there is no percentage; empty if there is one.
         horizon: steps ahead that the probability is about.
     """
 
@@ -40,11 +41,16 @@ class ReplayedForecast:
     now: Sequence[Prediction]
     probability: float
     horizon: int
+    far: str
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON; non-finite numbers are words."""
         last = [{name: each.fields()[name] for name in SIGNAL_FIELDS} for each in self.now]
-        about = {"step": self.steps[-1], "looks": len(self.steps), "probability": round(self.probability, 4)}
+        about = {
+            "step": self.steps[-1],
+            "looks": len(self.steps),
+            "probability": None if self.far else round(self.probability, 4),
+        }
         said = [{"step": each.step, **each.fields()} for each in self.said]
         return plain({**about, "horizon": self.horizon, "forecasts": said, "signals": last})
 
@@ -53,7 +59,7 @@ class ReplayedForecast:
         cells = [("signal", "place", "value", "threshold", "near step"), *map(row, self.now)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         table = ["  ".join(map(aligned, each, widths, range(5))).rstrip() for each in cells]
-        end = f"{min(99, round(100 * self.probability))} of 100 runs like this break or end worse"
+        end = self.far or f"{min(99, round(100 * self.probability))} of 100 runs like this break or end worse"
         return "\n".join([*said, "", f"step {self.steps[-1]:,}, look {len(self.steps):,}:", *table, "", end])
 
 
@@ -102,7 +108,7 @@ def replay_forecast(folder: Path) -> ReplayedForecast:
             said += forecast.look(int(line["step"]), line)
     forecast.load_state_dict(before)  # the last look once more, for all signals
     steps = [int(line["step"]) for line in looks]
-    return ReplayedForecast(steps, said, *last_predictions(forecast, looks[-1]), forecast.horizon)
+    return ReplayedForecast(steps, said, *last_predictions(forecast, looks[-1]), forecast.horizon, forecast.distance)
 
 
 def last_predictions(forecast: Forecast, line: Mapping[str, float]) -> tuple[list[Prediction], float]:

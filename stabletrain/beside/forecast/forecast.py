@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from stabletrain.beside.forecast.distance import distance, helps_from_afar
 from stabletrain.beside.forecast.model import Model, fitted, outlook
 from stabletrain.beside.forecast.series import Heights, Key, Series
 from stabletrain.beside.forecast.signals import BY_NAME, fixes, text_of
@@ -65,6 +66,11 @@ class Forecast(NoForecast):
         """Sets what the fixes depend on."""
         self._choices, self._optimizer = choices, optimizer
 
+    @property
+    def distance(self) -> str:
+        """What the run has that no recorded run had (`distance.py`); empty if nothing."""
+        return distance(self._choices)
+
     def add_loss(self, loss: float) -> None:
         """Adds the loss of an applied step; the mean since the last look is what counts."""
         self._series.add_loss(loss)
@@ -96,7 +102,9 @@ class Forecast(NoForecast):
         signal = BY_NAME[key[0]]
         at = heights.crossings.get(key, math.nan)
         low, high = step + model.earliest * (at - step), step + model.latest * (at - step)
-        fix = fixes(signal, self._choices, self._optimizer)
+        fix, far = fixes(signal, self._choices, self._optimizer), self.distance
+        if far:
+            fix = tuple(each for each in fix if helps_from_afar(each, heights, model))
         found = Prediction(
             step,
             signal.name,
@@ -106,12 +114,14 @@ class Forecast(NoForecast):
             at,
             low,
             high,
-            probability,
+            math.nan if far else probability,
             self.horizon,
             fix,
             "",
         )
-        return replace(found, text=text_of(found, signal, heights.slopes.get(key, 0.0), model.healthy[signal.name]))
+        return replace(
+            found, text=text_of(found, signal, heights.slopes.get(key, 0.0), model.healthy[signal.name], far)
+        )
 
     def _is_news(self, found: Prediction) -> bool:
         """Whether a prediction has not been said yet, or differs much from what was."""

@@ -182,7 +182,7 @@ SIGNALS = (
 BY_NAME: dict[str, Signal] = {signal.name: signal for signal in SIGNALS}
 
 
-def text_of(found: Prediction, signal: Signal, slope: float, healthy: float) -> str:
+def text_of(found: Prediction, signal: Signal, slope: float, healthy: float, far: str) -> str:
     """Returns a prediction as one line, without the step.
 
     Args:
@@ -190,6 +190,7 @@ def text_of(found: Prediction, signal: Signal, slope: float, healthy: float) -> 
         signal: its signal.
         slope: change of the signal's height a step.
         healthy: the value up to which runs without trouble go.
+        far: why there is no percentage (`distance.py`); empty if there is one.
     """
     what = f"{signal.text}{f' of {found.place}' if found.place else ''}"
     verb = "fall" if signal.falls else "rise"
@@ -202,7 +203,7 @@ def text_of(found: Prediction, signal: Signal, slope: float, healthy: float) -> 
         first = f"{what} are {found.value:.3g}, beyond {signal.threshold:g}"
     else:
         first = f"{what} are {found.value:.3g}, of healthy runs {'at least' if signal.falls else 'at most'} {healthy:g}"
-    often = f"{min(99, round(100 * found.probability))} of 100 runs like this break or end worse"
+    often = far or f"{min(99, round(100 * found.probability))} of 100 runs like this break or end worse"
     return f"{first}; {often}; fix: {found.fix[0]}" if found.fix else f"{first}; {often}"
 
 

@@ -10,8 +10,8 @@
 
 The first four are change-point tests (`monitors/change_point.py`), fed with applied steps only. With Adam the update's
 length over the learning rate hardly varies from step to step, so a fault of the learning rate, the moments or the
-gradients shows there first. The weights cannot grow by more than the update's length, whatever the update: growth
-beyond that comes from outside the step.
+gradients shows there first. Growth of the weights changes with weight decay, `eps` or momentum, or if something other
+than the step changes them. A user's loop has tests of its own (`slow_loop.py`), because its loss may mean anything.
 
 An alarm is raised once for each change, by the test that sees it first. All tests are then reset, so that the new level
 becomes normal.
@@ -99,18 +99,22 @@ class SlowSpikes(NoSlowSpikes):
         ConfigError: `rate` is out of bounds.
     """
 
+    min_stds = MIN_STDS
+    way_back = "let guard.slow=rollback go back to before it"
+
     def __init__(self, rate: float) -> None:
         if not 0 < rate <= 100:
             raise ConfigError(
                 f"guard.slow_rate={rate} is outside (0, 100]: it is the number of false alarms in 100,000 clean steps; "
                 "0.1 is the default"
             )
-        limit = threshold(rate)
         self.lengths = Lengths()
-        self._tests = {
-            kind: ChangePoint(factor * limit, down=kind == "weight_growth") for kind, factor in THRESHOLDS.items()
-        }
+        self._tests = self._make_tests(threshold(rate))
         self._reset()
+
+    def _make_tests(self, limit: float) -> dict[str, ChangePoint]:
+        """Returns the test of each series."""
+        return {kind: ChangePoint(factor * limit, down=kind == "weight_growth") for kind, factor in THRESHOLDS.items()}
 
     def _reset(self) -> None:
         """Starts all series from an empty history."""
@@ -134,7 +138,7 @@ class SlowSpikes(NoSlowSpikes):
         """
         if self._rates and not 1 / LR_JUMP < reading.lr / max(self._rates[-1], TINY) < LR_JUMP:
             # The schedule's own step: in bf16 an update does not shrink as the learning rate does.
-            for kind in ("update_length", "weight_growth"):
+            for kind in self._tests.keys() & {"update_length", "weight_growth"}:
                 self._tests[kind].reset()
         level = self._tests["slow_loss"].level
         values = self._values(reading)
@@ -142,7 +146,7 @@ class SlowSpikes(NoSlowSpikes):
         if len(self._first) < FIRST_LOSSES:
             self._first.append(reading.loss)
         fall = max(median(self._first) - level, 0.0) if level is not None else 0.0
-        floors = {"slow_loss": MIN_STD_SHARE * fall, **MIN_STDS}
+        floors = {"slow_loss": MIN_STD_SHARE * fall, **self.min_stds}
         passed = [
             kind for kind, value in values.items() if self._tests[kind].add(reading.step, value, floors[kind]) > 1
         ]
@@ -168,31 +172,42 @@ class SlowSpikes(NoSlowSpikes):
 
     def _alarm(self, kind: str, reading: Reading) -> Alarm:
         since = min(test.since for test in self._tests.values() if test.statistic > 0.5)
+        steps = reading.step - since + 1
         shift = self._tests[kind].shift
+        factor = math.exp(shift) if kind in ("slow_gradient", "update_length") else 0.0  # a loss may rise by thousands
         changes = {
-            "slow_loss": f"the loss has been about {shift:.3g} above its trend",
-            "slow_gradient": f"the gradient norm has been {math.exp(shift):.3g} times its trend",
-            "update_length": f"updates have been {math.exp(shift):.3g} times as long as the learning rate implies",
-            "weight_growth": f"the weights have {'grown' if shift > 0 else 'shrunk'} more than their updates imply, by "
+            "slow_loss": f"the loss has been about {shift:.3g} above its trend for {steps} steps,",
+            "slow_gradient": f"the gradient norm has been {factor:.3g} times its trend",
+            "update_length": f"updates have been {factor:.3g} times as long as the learning rate implies",
+            "weight_growth": f"the weights have {'grown' if shift > 0 else 'shrunk'} faster than before, by "
             f"{abs(shift):.2g} of an update's length in each step",
         }
         text = (
-            f"slow spike: {changes[kind]} since about step {since}; likely cause: {self._cause(kind, since, reading)}. "
-            f"fix: look at what changed at step {since}, or let guard.slow=rollback go back to before it"
+            f"slow spike: {changes[kind]} since about step {since}; {self._cause(kind, since, reading)}. "
+            f"fix: look at what changed at step {since}, or {self.way_back}"
         )
         return Alarm(kind, text, since)
 
     def _cause(self, kind: str, since: int, reading: Reading) -> str:
-        """Names the likely cause: weights, learning rate or data."""
+        """Names the likely cause where there is evidence, or else what is possible and how to tell it apart."""
         usual = median(self._rates)
-        if kind == "weight_growth" or self._tests["weight_growth"].statistic > 0.5:
-            return "the weights, which something other than the optimizer's step changes, or weight decay"
+        if kind == "weight_growth" or self._suspected("weight_growth"):
+            return "likely cause: weight decay, or something other than the optimizer's step that changes the weights"
         if reading.lr > 1.3 * usual > 0:
-            return f"the learning rate, which rose from {usual:.3g} to {reading.lr:.3g}"
-        length = self._tests["update_length"]
-        if kind == "update_length" or (length.statistic > 0.5 and length.shift > 0):
-            return "the learning rate that the optimizer uses, or its moments"
-        return f"the data since step {since}, or gradients that are computed wrongly"
+            return f"likely cause: the learning rate, which rose from {usual:.3g} to {reading.lr:.3g}"
+        if kind == "update_length" or (self._suspected("update_length") and self._tests["update_length"].shift > 0):
+            return (
+                "possible causes: the learning rate that the optimizer uses, its moments, or, if it has none, larger "
+                "gradients"
+            )
+        return (
+            f"possible causes: other data since step {since}, or worse weights. The loss of a batch from before it "
+            "tells them apart: it rises only with worse weights"
+        )
+
+    def _suspected(self, kind: str) -> bool:
+        """Whether the test of a series, if there is one, suspects a change."""
+        return kind in self._tests and self._tests[kind].statistic > 0.5
 
     def add_validation(self, step: int, loss: float) -> list[Alarm]:
         """Adds a validation loss; returns an alarm if the last ones are above the best by more than the noise.

@@ -52,11 +52,11 @@ def test_a_clean_run_raises_nothing():
 @pytest.mark.parametrize(
     ("change", "kind", "cause"),
     [
-        (lambda given: {"loss": given.loss + 0.4}, "slow_loss", "the data since step"),
-        (lambda given: {"grad_norm": 4 * given.grad_norm}, "slow_gradient", "the data since step"),
+        (lambda given: {"loss": given.loss + 0.4}, "slow_loss", "other data since step"),
+        (lambda given: {"grad_norm": 4 * given.grad_norm}, "slow_gradient", "other data since step"),
         (lambda given: {"update": 20 * given.update}, "update_length", "the learning rate that the optimizer uses"),
-        (lambda given: {"weights": given.weights * 1.01 ** (given.step - 199)}, "weight_growth", "the weights"),
-        (lambda given: {"weights": given.weights * 0.99 ** (given.step - 199)}, "weight_growth", "the weights"),
+        (lambda given: {"weights": given.weights * 1.01 ** (given.step - 199)}, "weight_growth", "changes the weights"),
+        (lambda given: {"weights": given.weights * 0.99 ** (given.step - 199)}, "weight_growth", "changes the weights"),
         (lambda given: {"loss": given.loss + 0.4, "lr": 2 * given.lr, "update": 2 * given.update}, "slow_loss", "rose"),
     ],
 )
@@ -64,7 +64,14 @@ def test_each_kind_of_change_is_seen_dated_and_explained(change, kind, cause):
     first, *more = alarms(change, steps=235)
     assert (first.kind, more) == (kind, [])
     assert 190 <= first.since <= 203
-    assert cause in first.text.partition("likely cause: ")[2]
+    assert cause in first.text
+    evidence = kind == "weight_growth" or cause == "rose"
+    assert ("likely cause" if evidence else "possible causes") in first.text
+
+
+def test_a_loss_that_rises_by_thousands_is_told():
+    (first, *_) = alarms(lambda given: {"loss": 5000.0})
+    assert (first.kind, "5e+03 above its trend" in first.text) == ("slow_loss", True)
 
 
 def test_gradients_that_grow_while_the_loss_falls_are_no_change():
