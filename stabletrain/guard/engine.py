@@ -276,8 +276,8 @@ def confirm(step: ReadStep, verdict: Verdict) -> Verdict:
         tracker.event("recheck_varies", step.number, part=part, tick=step.tick)
         tracker.note(
             f"step {step.number}: a second computation of the {part} never gives the same bits with this model: its "
-            "code may depend on more than weights, buffers, batch and random numbers; guard.recheck_every now compares "
-            "with a limit that is learnt"
+            "code may depend on more than weights, buffers, batch and random numbers; the recheck now compares with "
+            "a limit that is learnt"
         )
         return Verdict.APPLY if reading.applied else Verdict.SKIP
     # A fault of the hardware. If the update was applied, the weights are wrong: go back to before it. If not, only this

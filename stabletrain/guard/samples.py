@@ -53,6 +53,17 @@ def place_of(index: int, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
     return rows_of(micro_batches)[index]._asdict()
 
 
+def empty_batches(micro_batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
+    """Returns the micro-batches that have tensors, but no values, as `forensics/probes/samples.py` does."""
+    found = []
+    for number, each in enumerate(micro_batches):
+        sizes = [tensor.numel() for _, tensor in named_tensors(each.batch)]
+        if sizes and not any(sizes):
+            name = "the batch" if len(micro_batches) == 1 else f"micro-batch {number}"
+            found.append({"index": None, "fault": "empty", "what": f"{name} is empty"})
+    return found[:MAX_LISTED]
+
+
 def bad_samples(micro_batches: Sequence[MicroBatch], usual: Sequence[MicroBatch]) -> list[dict[str, Any]]:
     """Returns the samples that hold NaN or Inf, as `forensics/probes/samples.py` does.
 

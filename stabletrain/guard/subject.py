@@ -31,6 +31,7 @@ from stabletrain.guard.samples import (
     NO_BATCH,
     BatchTrials,
     bad_samples,
+    empty_batches,
     largest_input,
     place_of,
     with_other_batches,
@@ -114,9 +115,12 @@ class LoopSubject(Subject):
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """See `Subject`."""
         micro_batches = self.rerun.begun.micro_batches
-        found = bad_samples(micro_batches, self.usual)
+        empty = empty_batches(micro_batches)
+        found = empty or bad_samples(micro_batches, self.usual)
         if found and math.isfinite(self.reading.loss + self.reading.grad_norm + self.reading.buffers):
             return []  # the model does not read these values
+        if empty:
+            return empty
         if not all(each.takes_batch for each in micro_batches):
             return found  # the step cannot be run without these values
         try:

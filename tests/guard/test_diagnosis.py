@@ -64,6 +64,27 @@ def test_in_a_label_it_is_a_label(tmp_path):
     assert "'target' of the batch holds 1 of 1 values" in guard.incidents[0].verdict
 
 
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.binary_cross_entropy_with_logits, lambda x, y: (x - y).mean()])
+def test_an_empty_batch_is_called_empty(tmp_path, loss_fn):
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    for size in (6, 0):
+        guard.step(lambda x, y: loss_fn(model(x)[:, 0], y), batch=(torch.randn(size, 4), torch.rand(size)))
+    record = record_of(guard)
+    assert (record["cause"], record["verdict"]) == ("bad_label", "the batch is empty")
+    assert record["fix"][0].startswith("skip an empty batch")
+    assert record["also"] == []
+
+
+def test_an_empty_micro_batch_is_named_by_its_number(tmp_path):
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    for size in (6, 0):
+        guard.backward(lambda x: model(x).mean() / 2, batch=torch.randn(size, 4))
+    guard.update()
+    assert record_of(guard)["verdict"] == "micro-batch 1 is empty"
+
+
 def test_values_that_are_always_nan_are_no_fault(tmp_path):
     """NaN may mark what is missing."""
     model = nn.Linear(4, 1)

@@ -27,8 +27,8 @@ CAUSES = {
         accident=True,
     ),
     "bad_label": Cause(
-        "a label is out of range, or every label is ignored",
-        "a label out of range, or every label ignored",
+        "a label is out of range, every label is ignored, or the batch is empty",
+        "a label out of range, every label ignored, or an empty batch",
         accident=True,
     ),
     "corrupt_state": Cause(

@@ -20,6 +20,7 @@ from stabletrain.forensics.diagnosis.evidence import (
     first_loss_too_large,
     has_cross_entropy,
     has_input_outlier,
+    has_no_rows,
     is_spread,
     loss_has_risen,
     moved_beyond_lr,
@@ -31,6 +32,7 @@ from stabletrain.forensics.diagnosis.evidence import (
 from stabletrain.forensics.diagnosis.fp8_causes import fp8_overflow, fp8_underflow
 from stabletrain.forensics.diagnosis.update_causes import bad_setting, finite_when_rerun, unsafe_optimizer
 from stabletrain.forensics.diagnosis.wording import (
+    EMPTY_BATCH,
     FIXES,
     batch_name,
     chain_lines,
@@ -85,18 +87,16 @@ def poison_input(e: Evidence) -> Diagnosis | None:
 
 
 def bad_label(e: Evidence) -> Diagnosis | None:
-    """A label out of range, or a loss averaged over no target."""
+    """A label out of range, an empty batch, or a loss averaged over no target."""
     bad = [sample for sample in e.samples if sample["fault"] != "input"]
     if bad:
-        return Diagnosis(
-            "bad_label", 0.99, describe(bad, batch_name(e)), [f"correct {sample_name(each, e)}" for each in bad], []
-        )
+        fix = [EMPTY_BATCH if each["fault"] == "empty" else f"correct {sample_name(each, e)}" for each in bad]
+        return Diagnosis("bad_label", 0.99, describe(bad, batch_name(e)), [*dict.fromkeys(fix)], [])
     o = e.origin
     if o is None or o.why != "mean_of_nothing" or "nll" not in o.op:  # any other empty mean is an unsafe_op
         return None
-    return Diagnosis(
-        "bad_label", 0.9, origin_sentence(e), [f"{source_line(e)}: divide by max(n, 1)"], origin_details(e)
-    )
+    how = EMPTY_BATCH if has_no_rows(o) else FIXES[o.why]
+    return Diagnosis("bad_label", 0.9, origin_sentence(e), [f"{source_line(e)}: {how}"], origin_details(e))
 
 
 def corrupt_state(e: Evidence) -> Diagnosis | None:

@@ -199,6 +199,11 @@ def no_finite_result(e: Evidence) -> bool:
     return all(read.absmax is None or read.absmax < HUGE_INPUT for read in o.inputs)
 
 
+def has_no_rows(o: Origin) -> bool:
+    """Whether the operation read an empty tensor."""
+    return any(0 in read.shape for read in o.inputs)
+
+
 def excess_length(e: Evidence) -> float:
     """Length of the updates in learning rates if it exceeds `MAX_UPDATE_LENGTH`, else 1."""
     return e.update_length if e.update_length > MAX_UPDATE_LENGTH else 1.0

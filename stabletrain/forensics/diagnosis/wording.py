@@ -22,6 +22,8 @@ HEALTHY_MOVE = 0.01
 
 CUSTOMARY_STD = 0.02
 
+EMPTY_BATCH = "skip an empty batch: drop_last=True in the loader, or another split or filter of the data"
+
 FIXES = {
     "log_of_zero": "take log(x + eps), or log_softmax instead of log(softmax)",
     "log_of_negative": "keep the argument above 0, with softplus or clamp(min=eps)",
@@ -34,7 +36,8 @@ FIXES = {
     "zero_times_inf": "keep the factor finite: mask with torch.where before the operation that overflows, not after it",
     "inf_over_inf": "scale both down first, as softmax does",
     "masked_row": "keep at least one entry of each row unmasked, or use a large negative number instead of -inf",
-    "mean_of_nothing": "divide by max(n, 1)",
+    "mean_of_nothing": "sum the items and divide by max(n, 1)",
+    "too_few_frames": "zero_infinity=True in the CTC loss, or leave out samples with fewer frames than letters",
     "outside_domain": "clamp the argument to the inside of the domain, away from its ends",
     "singular_matrix": "add a small multiple of the identity",
     "masked_logits": "mask with a large negative number instead of -inf, or leave masked classes out of label "
@@ -138,9 +141,10 @@ def faster_second_moment(e: Evidence) -> list[str]:
 
 
 def tolerate_batch(e: Evidence) -> list[str]:
-    """Options that tolerate a bad batch, unless the run has them already."""
+    """Options that tolerate a bad batch, unless the run has them already; no clipping makes a NaN harmless."""
     fix = [] if e.setting.choices.get("guard") in ("rollback", None) else ["guard=rollback"]
-    return [*fix, *([] if e.setting.choices.get("clipping") == "zclip" else ["clipping=zclip"])]
+    clips = e.setting.choices.get("clipping") == "zclip"
+    return [*fix, *(["clipping=zclip"] if e.kind == "spike" and not clips else [])]
 
 
 def loss_and_norm(loss: float, grad_norm: float | None) -> str:

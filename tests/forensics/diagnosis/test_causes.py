@@ -177,7 +177,14 @@ def test_an_operation_no_rule_knows_is_unsafe_if_it_has_no_result_for_ordinary_v
 def test_only_a_mean_over_targets_blames_the_labels():
     for op, cause in (("aten.nll_loss_forward", "bad_label"), ("aten.mean", "unsafe_op")):
         found = diagnose(nonfinite(origin(op, "mean_of_nothing")))
-        assert (found.cause, found.fix) == (cause, ["model.py:7: divide by max(n, 1)"])
+        assert (found.cause, found.fix) == (cause, ["model.py:7: sum the items and divide by max(n, 1)"])
+
+
+def test_a_mean_over_the_targets_of_an_empty_batch_is_not_blamed_on_ignored_labels():
+    empty = replace(origin("aten.nll_loss_forward", "mean_of_nothing"), inputs=(Values((0, 3), "float32", 0.0),))
+    found = diagnose(nonfinite(empty))
+    assert found.cause == "bad_label"
+    assert "skip an empty batch" in found.fix[0]
 
 
 @pytest.mark.parametrize("why", ["division_by_zero", "exp_overflow", "zero_variance"])

@@ -134,6 +134,7 @@ def test_stable_adamw_or_a_smaller_beta2_is_proposed_against_stale_moments(optim
 def test_rollback_and_zclip_are_proposed_against_a_bad_batch_if_not_in_use():
     assert tolerate_batch(run({"guard": "skip", "clipping": "norm"})) == ["guard=rollback", "clipping=zclip"]
     assert tolerate_batch(run({"guard": "rollback", "clipping": "zclip"})) == []
+    assert tolerate_batch(replace(run({"guard": "skip", "clipping": "norm"}), kind="nonfinite")) == ["guard=rollback"]
 
 
 def test_every_proposed_option_exists():
