@@ -37,6 +37,7 @@ from stabletrain.forensics.diagnosis.wording import (
     batch_name,
     chain_lines,
     faster_second_moment,
+    how_to_change,
     larger_loss_scale,
     logit_bounds,
     lost_gradients,
@@ -259,7 +260,7 @@ def unsafe_op(e: Evidence) -> Diagnosis | None:
         or (o.why == "unknown" and not no_finite_result(e))
     ):
         return None
-    how = FIXES.get(o.why, "keep the argument inside the domain of the operation")
+    how = how_to_change(o)
     sure = 0.7 if o.why in ("unknown", "buffer") else 0.9
     return Diagnosis("unsafe_op", sure, origin_sentence(e), [f"{source_line(e)}: {how}"], origin_details(e))
 

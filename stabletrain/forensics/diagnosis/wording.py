@@ -16,6 +16,7 @@ from stabletrain.forensics.diagnosis.evidence import (
 )
 from stabletrain.forensics.facts import Outcome
 from stabletrain.forensics.probes.underflow import Underflow
+from stabletrain.forensics.trace.origin import Origin
 
 HEALTHY_MOVE = 0.01
 """Share of its own RMS that a typical parameter may move in a step."""
@@ -47,6 +48,13 @@ FIXES = {
     "unwritten": "write to memory before reading it: use torch.zeros instead of torch.empty",
 }
 """What to change at an operation that has no finite result, by `Origin.why`."""
+
+
+def how_to_change(o: Origin) -> str:
+    """What to change at the operation: an eps beside a root does not help its derivative, which divides by the root."""
+    if o.direction == "backward" and o.node.startswith("Sqrt") and o.why in ("division_by_zero", "zero_over_zero"):
+        return "add eps inside the root, (x + eps).sqrt(): outside of it, the derivative still divides by 0"
+    return FIXES.get(o.why, "keep the argument inside the domain of the operation")
 
 
 def wider_precision(e: Evidence) -> list[str]:
