@@ -225,6 +225,10 @@ def check_machine(step: ReadStep, verdict: Verdict, cause: str | None) -> Verdic
     guard, state, reading = step.guard, step.state, step.reading
     if guard.kind not in ("nonfinite", "spike", "update"):
         return verdict
+    # Weights that were not finite before the first step: no state is better, and no step can be right.
+    if step.parallel.any_rank(cause == "uninitialised"):
+        guard.reason = f"{guard.reason}: weights or buffers were not finite before the first step"
+        return Verdict.HALT
     # Weights or moments that are not finite: every later step would be skipped, so restore an older state.
     damaged = cause == "corrupt_state" or not state_is_finite(state.model, state.optimizer)
     if step.parallel.any_rank(damaged):

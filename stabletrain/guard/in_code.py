@@ -58,3 +58,14 @@ def unknown_beyond_forward(evidence: Evidence) -> Diagnosis:
     verdict = f"{found.verdict}: not in the forward pass, so in the loop's loss or in the backward pass"
     fix = "look at the loop's loss; with guard.step or guard.record, the operation is named"
     return replace(found, verdict=verdict, fix=[fix])
+
+
+def unknown_without_rerun(found: Diagnosis, evidence: Evidence) -> Diagnosis:
+    """Returns the diagnosis of a step that is unknown because the closure could not be run again."""
+    again = evidence.outcomes.get("same")
+    if found.cause != "unknown" or again is None or not again.not_run:
+        return found
+    before = "backward through the graph a second time" in again.not_run
+    why = "its forward pass lies before it" if before else again.not_run
+    fix = ["run the forward pass inside the closure: then the operation is named"] if before else []
+    return replace(found, verdict=f"{found.verdict}; the closure could not be run again: {why}", fix=fix)

@@ -24,7 +24,7 @@ from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.checks.recheck import Finding
-from stabletrain.guard.in_code import for_any_loop, unknown_beyond_forward
+from stabletrain.guard.in_code import for_any_loop, unknown_beyond_forward, unknown_without_rerun
 from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.rerun import Rerun
 from stabletrain.guard.samples import (
@@ -149,6 +149,11 @@ class LoopSubject(Subject):
         return replace(outcome, finite=finite)
 
     @property
+    def loss_known(self) -> bool:  # ty: ignore[incompatible-property-override]  only read
+        """Whether the loop's loss is known: 0 stands for an unknown one."""
+        return not self.gap or self.reading.loss != 0.0
+
+    @property
     def comparable(self) -> bool:
         """Whether a rerun must give the step's bits: nothing was compiled, and no closure changed its batch."""
         changed = any(tensor._version != version for tensor, version in self.rerun.begun.versions)
@@ -195,7 +200,7 @@ class LoopSubject(Subject):
         seen = evidence.origin is not None or evidence.samples or evidence.damage
         if self.gap and evidence.kind != "update" and not seen:  # nothing was measured that could tell the cause
             return for_any_loop(unknown_beyond_forward(evidence))
-        return for_any_loop(super().diagnose(evidence))
+        return for_any_loop(unknown_without_rerun(super().diagnose(evidence), evidence))
 
     def save(self, folder: Path) -> None:
         """Writes the batch; and the weights, if the step can be replayed from the folder."""

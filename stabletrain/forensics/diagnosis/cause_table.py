@@ -31,6 +31,10 @@ CAUSES = {
         "a label out of range, every label ignored, or an empty batch",
         accident=True,
     ),
+    "uninitialised": Cause(
+        "a weight was never initialised",
+        "a weight or buffer that is not finite in the first step, before any update",
+    ),
     "corrupt_state": Cause(
         "weights or optimizer moments were corrupt before the step",
         "weights, buffers or moments changed between two updates, are not finite, or a few of their elements are huge",

@@ -25,6 +25,8 @@ CUSTOMARY_STD = 0.02
 
 EMPTY_BATCH = "skip an empty batch: drop_last=True in the loader, or another split or filter of the data"
 
+MASKS = "join the masks with | and fill once: the sum of two of the lowest numbers is -inf"
+
 FIXES = {
     "log_of_zero": "take log(x + eps), or log_softmax instead of log(softmax)",
     "log_of_negative": "keep the argument above 0, with softplus or clamp(min=eps)",
@@ -196,7 +198,7 @@ def origin_sentence(e: Evidence) -> str:
     """The operation to blame and the reason; loss and gradient norm if there is no such operation."""
     o = e.origin
     if o is None:
-        return f"loss {e.reading.loss:.4g}, gradient norm {e.reading.grad_norm:.4g}"
+        return f"{f'loss {e.reading.loss:.4g}, ' if e.loss_known else ''}gradient norm {e.reading.grad_norm:.4g}"
     return f"{o.op} in {o.module or 'the model'} ({o.direction}, {o.dtype}): {o.reason}"
 
 
