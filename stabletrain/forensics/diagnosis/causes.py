@@ -29,6 +29,7 @@ from stabletrain.forensics.diagnosis.evidence import (
     moved_too_far,
     no_finite_result,
     outliers,
+    reads_huge_values,
     weights_ruined,
 )
 from stabletrain.forensics.diagnosis.fp8_causes import fp8_overflow, fp8_underflow
@@ -278,6 +279,7 @@ def unsafe_op(e: Evidence) -> Diagnosis | None:
         or weights_ruined(e)
         or o.why in ("overflow", "given")
         or (o.why == "unknown" and not no_finite_result(e))
+        or (o.why == "buffer" and e.reading.step <= FIRST_STEPS and reads_huge_values(o))  # huge before it read them
     ):
         return None
     how = how_to_change(o)

@@ -199,7 +199,12 @@ def no_finite_result(e: Evidence) -> bool:
     o = e.origin
     if o is None or o.should_have_been is None or math.isfinite(o.should_have_been):
         return False
-    return all(read.absmax is None or read.absmax < HUGE_INPUT for read in o.inputs)
+    return not reads_huge_values(o)
+
+
+def reads_huge_values(o: Origin) -> bool:
+    """Whether an input of the operation is not finite, or so large that the operation may overflow even in fp64."""
+    return not all(read.absmax is None or read.absmax < HUGE_INPUT for read in o.inputs)
 
 
 def has_no_rows(o: Origin) -> bool:

@@ -196,6 +196,16 @@ def test_first_steps_are_the_inits_fault_only_if_the_first_state_fails_too():
     assert diagnose(learnt).cause == "lr_too_high"
 
 
+@pytest.mark.parametrize(
+    ("size", "step", "cause"), [(1e28, 1, "bad_init"), (1e28, 4, "unsafe_op"), (3.0, 1, "unsafe_op")]
+)
+def test_a_buffer_of_huge_values_in_the_first_steps_is_the_inits_fault(size, step, cause):
+    """BatchNorm's statistics hold what the weights before it have made."""
+    found = replace(origin("aten.native_batch_norm", "buffer"), inputs=(Values((2, 2), "float32", size),))
+    reading = READING._replace(step=step, buffers=math.inf)
+    assert diagnose(replace(nonfinite(found), reading=reading)).cause == cause
+
+
 def test_a_scale_at_its_floor_has_collapsed_only_where_fp32_is_finite():
     values = {"precision.min_scale": 1.0}
     found = origin("aten.mm", "overflow", "float16", 7e4, direction="backward")
