@@ -251,8 +251,10 @@ def zero_variance_norm(e: Evidence) -> Diagnosis | None:
         o.why in DIVISIONS and is_spread([o.op, *e.divisor_ops])
     ):
         return None
-    fix = [f"add eps >= 1e-6 inside the square root at {source_line(e)}, and compute it in fp32"]
-    return Diagnosis("zero_variance_norm", 0.9, origin_sentence(e), fix + more_fp32_modules(e), origin_details(e))
+    fix = [f"add eps >= 1e-6 inside the square root at {source_line(e)}, and compute it in fp32", *more_fp32_modules(e)]
+    if o.why == "variance_of_one":  # 0 / 0 before any root
+        fix = [f"{source_line(e)}: take the variance of at least two values, or correction=0"]
+    return Diagnosis("zero_variance_norm", 0.9, origin_sentence(e), fix, origin_details(e))
 
 
 def fp16_overflow(e: Evidence) -> Diagnosis | None:
@@ -260,7 +262,9 @@ def fp16_overflow(e: Evidence) -> Diagnosis | None:
     o = e.origin
     if o is None or o.dtype != "float16" or not (o.why in ("overflow", "exp_overflow") or finite_in_fp32(e)):
         return None
-    if (o.in_fp32 is not None and not math.isfinite(o.in_fp32)) or weights_ruined(e) or first_loss_too_large(e):
+    if (o.in_fp32 is not None and not math.isfinite(o.in_fp32)) or weights_ruined(e):
+        return None
+    if first_loss_too_large(e) and not e.normal("fresh_batch"):  # `bad_init`
         return None
     if e.finite("fp32") is False:  # fp16 without autocast: the model's own code casts
         fix = [f"compute it in fp32: {source_line(e)} itself casts to float16"]

@@ -390,10 +390,11 @@ class Trace(TorchDispatchMode):
 
 def has_full_row(tensor: Tensor, values: Values) -> bool:
     """Returns whether a row of the last dimension, with several entries, holds -Inf only."""
-    if values.finite or tensor.ndim == 0 or tensor.shape[-1] < 2 or values.dtype.startswith("float8"):
+    if values.finite or tensor.layout != torch.strided or values.dtype.startswith("float8"):
         return False
     tensor = local(tensor)
-    return tensor.layout == torch.strided and tensor.is_floating_point() and bool(torch.isneginf(tensor).all(-1).any())
+    several = tensor.ndim > 0 and tensor.shape[-1] > 1 and tensor.is_floating_point()
+    return several and bool(torch.isneginf(tensor).all(-1).any())
 
 
 def is_finite_buffer(buffer: Tensor) -> bool:

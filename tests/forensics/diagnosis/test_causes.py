@@ -62,6 +62,20 @@ def test_what_fp32_can_hold_is_fp16s_overflow(why):
     assert diagnose(nonfinite(origin(why="exp_overflow"))).cause == "unsafe_op"
 
 
+def test_a_large_first_loss_is_the_inits_fault_only_if_every_batch_fails_in_fp16():
+    found = nonfinite(origin(dtype="float16", in_fp32=7e4), fp32=replace(BAD, loss=90.0), choices={"precision": "fp16"})
+    first = replace(found, reading=READING._replace(step=1, loss=math.nan))
+    assert diagnose(first).cause == "bad_init"
+    assert diagnose(replace(first, outcomes={**first.outcomes, "fresh_batch": FINE})).cause == "fp16_overflow"
+
+
+def test_eps_is_not_proposed_for_the_variance_of_one_value():
+    one, several = (diagnose(nonfinite(origin("aten.var", why))) for why in ("variance_of_one", "zero_variance"))
+    assert one.cause == several.cause == "zero_variance_norm"
+    assert ("eps" in one.fix[0], "eps" in several.fix[0]) == (False, True)
+    assert "correction=0" in one.fix[0]
+
+
 def test_an_fp16_cast_in_the_models_code_is_not_fixed_by_another_precision():
     """The step fails without autocast too, although fp32 could hold the value."""
     found = diagnose(nonfinite(origin(dtype="float16", in_fp32=7e4), fp32=NAN, choices={"precision": "fp16"}))
