@@ -17,6 +17,7 @@ WORDS = {
     "corrected": "the value in this type, or the default",
     "nearest": "the key that was meant, or leave it out",
     "kind": "of the default's type",
+    "lacking": "the model has no attention, or its YAML takes no `<key>`",
     "instead": "`<key>=none`, with a preset `stability=none` and the rest of what it sets",
     "option": "<option>",
     "sizes": "<nearest>",

@@ -114,6 +114,7 @@ def test_qknorm_with_a_model_that_does_not_take_it_is_refused(plugin):
     done, _ = run(plugin, "stability=qknorm")
     assert done.returncode == 2
     assert "stability=qknorm sets qknorm=layernorm, which does nothing with model=mine" in done.stderr
+    assert "because its YAML takes no qknorm; fix: " in done.stderr
 
 
 @pytest.mark.slow

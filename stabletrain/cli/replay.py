@@ -85,7 +85,7 @@ def overridden_config(
     taken = chosen_options(groups, config_dir) if groups else {}
     for group, node in taken.items():
         if group in CHOSEN_PARTS and group not in cfg.model and group != "qkclip":
-            raise ConfigError(f"{group} does nothing with model={choices['model']}, which has no attention: omit it")
+            raise ConfigError(f"{group} does nothing with model={choices['model']}, which takes no {group}: omit it")
         cfg[group] = node
         if group in CHOSEN_PARTS and group in cfg.model:
             cfg.model[group] = node

@@ -118,6 +118,8 @@ class ReplayReport:
     def effect(self, finite: str) -> tuple[str | None, str]:
         """Verdict and sentence of a replay that differs from the run."""
         result = f"with {self.tried} the step is {finite}"
+        if self.now.finite and self.now.grad_norm == 0.0:
+            return "not_fixed", f"{result}, but its gradient norm is 0, so nothing is learnt from it"
         if self.then is None:
             return None, result
         if not self.was_finite:

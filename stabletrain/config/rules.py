@@ -211,7 +211,7 @@ RULES = [
     Rule("init_strict", lambda run, key: run["init_from"] == "none" and not run[key],
          "{override} does nothing without init_from", "name weights, or leave it out"),
     Rule(" ".join(CHOSEN_PARTS), lambda run, key: run[key] != "none" and not run.has(f"model.{key}"),
-         "{chosen} does nothing with model={model}, because the model has no attention",
+         "{chosen} does nothing with model={model}, because {lacking}",
          "{instead}, or a model whose YAML has `{reference}`"),
     Rule("zloss loss_chunk", lambda run, key: run[key] not in ("none", "auto") and has_other_objective(run),
          "{chosen} does nothing with objective={objective}, which has no logits of a softmax",
@@ -251,6 +251,12 @@ def instead(run: Composed, key: str) -> str:
         return f"{key}=none"
     unfit = [part for part in CHOSEN_PARTS if not run.has(f"model.{part}")]
     return without_preset(run.choices, [*unfit, *(["zloss"] if has_other_objective(run) else [])])
+
+
+def lacking(run: Composed, key: str) -> str:
+    """Returns why a model cannot take a part: whether a model of the user's own has attention is not known."""
+    own = not str(run["model._target_"]).startswith("stabletrain.")
+    return f"its YAML takes no {key}" if own else "the model has no attention"
 
 
 def kind_of(default: Any) -> str:
@@ -306,6 +312,7 @@ PLACEHOLDERS: dict[str, Callable[[Composed, str], Any]] = {
     "option": lambda run, key: run.typed_value(key).strip("[ ]"),
     "chosen": chosen,
     "instead": instead,
+    "lacking": lacking,
     "kind": lambda run, key: kind_of(run.defaults[key]),
     "nearest": nearest,
     "corrected": corrected,

@@ -5,7 +5,7 @@ They hold numbers and names only, so that probes, diagnosis and both kinds of su
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,16 +101,31 @@ class Drift:
 
 @dataclass(frozen=True)
 class LargestInput:
-    """The sample with the largest input of a floating-point batch, and magnitudes.
+    """The sample with the largest value of a floating-point batch, compared with another batch.
 
     Attributes:
         sample: its `index` in the batch, and `id` and `source` if the data provides them.
-        elsewhere: magnitude of the largest input in another batch.
+        elsewhere: magnitude of the largest value in another batch.
+        sizes: magnitude of the largest value of each sample.
+        place: the tensor of the batch that holds it, as in ` in its target`; empty for the inputs.
     """
 
     sample: Mapping[str, Any]
     largest: float
     elsewhere: float
+    sizes: Sequence[float] = ()
+    place: str = ""
+
+
+def largest_value(sizes: Sequence[float], elsewhere: float, place: str = "") -> LargestInput:
+    """Returns the sample with the largest of these magnitudes, one a sample; its `sample` has the index only."""
+    index = max(range(len(sizes)), key=sizes.__getitem__)
+    return LargestInput({"index": index}, sizes[index], elsewhere, sizes, place)
+
+
+def most_unusual(found: Sequence[LargestInput]) -> LargestInput | None:
+    """Returns the one that exceeds the other batch by the largest factor; None if there is none."""
+    return max(found, key=lambda each: each.largest / each.elsewhere if each.elsewhere else 0.0, default=None)
 
 
 def compared(outcome: Outcome, reading: Reading | None, part: RankPart | None, comparable: bool) -> Outcome:

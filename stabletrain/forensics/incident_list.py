@@ -96,5 +96,6 @@ def block_line(name: str, value: object) -> str:
 
 def sample_name(one: dict[str, Any]) -> str:
     """Names a sample by its id and source."""
-    name = f"id {one['id']}" if "id" in one else f"sample {one.get('index')} of the batch"
+    whole = one.get("index") is None
+    name = f"id {one['id']}" if "id" in one else "the batch" if whole else f"sample {one['index']} of the batch"
     return f"{name} ({one['source']})" if one.get("source") else name

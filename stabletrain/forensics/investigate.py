@@ -80,7 +80,7 @@ def investigate(subject: Subject, request: IncidentRequest, setting: RunSettings
     assert subject.reading is not None
     # With sharded weights the ranks run the update together, so none may leave it out for its time limit.
     attempt = Checks(math.inf if kind == "update" else subject.deadline)
-    found = Evidence(kind, subject.reading, part=subject.part, setting=setting)
+    found = Evidence(kind, subject.reading, part=subject.part, loss_known=subject.loss_known, setting=setting)
     if kind == "state":  # the checksums named the tensors; the step's own numbers come from these and show nothing more
         found = replace(found, damage=[Damage(what, name, words) for what, name, words in subject.changes])
     elif kind == "recheck":  # two computations were compared, and a third: a replay would show nothing more

@@ -58,7 +58,7 @@ def code(text: str) -> str:
 def report(record: Mapping[str, Any], found: Findings, folder: Path | None = None) -> str:
     """Returns the page in Markdown. `record` is from `as_json`; `folder` is used in the commands on the page."""
     evidence = found.evidence
-    reading, name = evidence.reading, "<this folder>" if folder is None else one_line(shlex.quote(str(folder)))
+    name = "<this folder>" if folder is None else one_line(shlex.quote(str(folder)))
     cause = record["cause"]
     samples, lines = record["samples"], record["evidence"]
     return "\n".join(
@@ -68,7 +68,7 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
             f"**{markdown(full_sentence(record['verdict']))}**",
             "",
             f"`{cause}`, {record['confidence']:.0%} sure. The step measured "
-            f"{loss_and_norm(reading.loss, reading.grad_norm)}{'' if evidence.part is None else ' over all ranks'}. "
+            f"{measured(evidence)}{'' if evidence.part is None else ' over all ranks'}. "
             f"{update_result(evidence)}",
             *section("Fix", [*numbered_fixes(record["fix"]), *command_to_try_fix(record["fix"], name)]),
             *section("What contributed", contributing_causes(record["also"])),
@@ -83,6 +83,14 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
             "",
         ]
     )
+
+
+def measured(evidence: Evidence) -> str:
+    """The loss of the step, if it is known, and its gradient norm."""
+    reading = evidence.reading
+    if not evidence.loss_known:
+        return f"gradient norm {reading.grad_norm:.6g}; its loss is not known"
+    return loss_and_norm(reading.loss, reading.grad_norm)
 
 
 def update_result(evidence: Evidence) -> str:

@@ -17,10 +17,16 @@ from stabletrain.forensics.agreement import Requests
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence
-from stabletrain.forensics.facts import Culprits, LargestInput, Outcome, compared
+from stabletrain.forensics.facts import Culprits, LargestInput, Outcome, compared, largest_value, most_unusual
 from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
-from stabletrain.forensics.probes.samples import Bisection, bad_samples, find_by_bisection, identity_of
+from stabletrain.forensics.probes.samples import (
+    Bisection,
+    bad_samples,
+    find_by_bisection,
+    identity_of,
+    sample_sizes,
+)
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow, underflow
 from stabletrain.forensics.probes.update import UpdateFault
@@ -70,6 +76,7 @@ class Subject:
     deadline: float
     requests: Requests
     gap: str = ""
+    loss_known: bool = True
 
     # ---- before the investigation
 
@@ -263,15 +270,14 @@ class StepSubject(Subject):
             return part.metrics | scores.metrics()
 
     def largest_input(self) -> LargestInput | None:
-        """Compares the batch's largest input with that of another batch."""
-        repro = self.repro
-        inputs = repro.batch.inputs
-        if repro.fresh is None or not inputs.is_floating_point() or not inputs.numel():
+        """Compares the batch's largest input and target with those of another batch."""
+        if self.repro.fresh is None:
             return None
-        sizes = inputs.abs().flatten(1).amax(1) if inputs.ndim > 1 else inputs.abs()
-        index = int(sizes.argmax())
-        sample = {"index": index, **self.identify(index)}
-        return LargestInput(sample, float(sizes[index]), float(repro.fresh().inputs.abs().amax()))
+        batch, fresh = self.repro.batch, self.repro.fresh()
+        pairs = (batch.inputs, fresh.inputs, ""), (batch.targets, fresh.targets, " in its target")
+        sizes = [(sample_sizes(mine), sample_sizes(other), place) for mine, other, place in pairs]
+        found = most_unusual([largest_value(mine, max(other), place) for mine, other, place in sizes if mine and other])
+        return found and replace(found, sample={**found.sample, **self.identify(found.sample["index"])})
 
     def underflow(self) -> Underflow | None:
         """See `Subject`."""

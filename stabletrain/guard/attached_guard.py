@@ -21,8 +21,8 @@ from stabletrain.records import Reading
 from stabletrain.stability.precision.loop import LoopScaled
 
 CLIPPED_NAN = (
-    "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has "
-    "spread to all"
+    "every value of every gradient is NaN, and the loop has changed the gradients in place: if that is clipping by the "
+    "norm, one bad gradient has spread to all"
 )
 
 
@@ -161,7 +161,8 @@ class AttachedGuard(LoopGuard):
         unclipped, changed = recorder.norms_before_clipping, loop.state_changed(begun)
         reading = loop.judge(loop.steps + 1, loss.detach(), loop.parameters, unclipped=unclipped, changed=changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
-        if spread and all(not bool(each.isfinite().all()) for each in found):
+        # The backward pass gives new tensors: without clipping nothing has written to them since.
+        if spread and all(each._version and not bool(each.isfinite().any()) for each in found):
             self._tracker.note(CLIPPED_NAN)
         # The loop applies the update in `_loops_update`, which also ends the step; a held step ends here.
         reading = self._count(reading)

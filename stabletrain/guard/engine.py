@@ -225,6 +225,10 @@ def check_machine(step: ReadStep, verdict: Verdict, cause: str | None) -> Verdic
     guard, state, reading = step.guard, step.state, step.reading
     if guard.kind not in ("nonfinite", "spike", "update"):
         return verdict
+    # Weights that were not finite before the first step: no state is better, and no step can be right.
+    if step.parallel.any_rank(cause == "uninitialised"):
+        guard.reason = f"{guard.reason}: weights or buffers were not finite before the first step"
+        return Verdict.HALT
     # Weights or moments that are not finite: every later step would be skipped, so restore an older state.
     damaged = cause == "corrupt_state" or not state_is_finite(state.model, state.optimizer)
     if step.parallel.any_rank(damaged):
@@ -276,8 +280,8 @@ def confirm(step: ReadStep, verdict: Verdict) -> Verdict:
         tracker.event("recheck_varies", step.number, part=part, tick=step.tick)
         tracker.note(
             f"step {step.number}: a second computation of the {part} never gives the same bits with this model: its "
-            "code may depend on more than weights, buffers, batch and random numbers; guard.recheck_every now compares "
-            "with a limit that is learnt"
+            "code may depend on more than weights, buffers, batch and random numbers; the recheck now compares with "
+            "a limit that is learnt"
         )
         return Verdict.APPLY if reading.applied else Verdict.SKIP
     # A fault of the hardware. If the update was applied, the weights are wrong: go back to before it. If not, only this

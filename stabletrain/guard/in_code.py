@@ -13,11 +13,13 @@ IN_CODE = {
     "optimizer.eps=": "eps={} in the optimizer, so that no denominator is 0",
     "optimizer.betas=": "betas={}, so that the second moment follows faster",
     "optimizer=stable_adamw": "use StableAdamW, which shortens updates when the second moment lags",
-    "precision=bf16": "use bf16 in place of fp16: torch.autocast(dtype=torch.bfloat16), or Guard(precision='bf16')",
-    "precision=fp32": "train in fp32, without autocast",
     "precision.fp32_modules=": "run {} in fp32: torch.autocast(enabled=False), and inputs cast with .float()",
+    "precision.bf16_modules=": "leave {} in bf16, without fp8",
+    "precision.recipe=": "scale the casts to fp8 {}",
     "precision.init_scale=": "a larger loss scale: {}",
     "precision.growth_interval=": "a loss scale that grows sooner: growth_interval={}",
+    "precision=bf16": "use bf16 in place of fp16: torch.autocast(dtype=torch.bfloat16), or Guard(precision='bf16')",
+    "precision=": "train in {}, without autocast",
     "qknorm=": "normalise queries and keys before their product (QK-norm)",
     "qkclip=": "bound attention logits (QK-clip)",
     "softcap=": "cap the logits: cap * tanh(logits / cap)",
@@ -56,3 +58,14 @@ def unknown_beyond_forward(evidence: Evidence) -> Diagnosis:
     verdict = f"{found.verdict}: not in the forward pass, so in the loop's loss or in the backward pass"
     fix = "look at the loop's loss; with guard.step or guard.record, the operation is named"
     return replace(found, verdict=verdict, fix=[fix])
+
+
+def unknown_without_rerun(found: Diagnosis, evidence: Evidence) -> Diagnosis:
+    """Returns the diagnosis of a step that is unknown because the closure could not be run again."""
+    again = evidence.outcomes.get("same")
+    if found.cause != "unknown" or again is None or not again.not_run:
+        return found
+    before = "backward through the graph a second time" in again.not_run
+    why = "its forward pass lies before it" if before else again.not_run
+    fix = ["run the forward pass inside the closure: then the operation is named"] if before else []
+    return replace(found, verdict=f"{found.verdict}; the closure could not be run again: {why}", fix=fix)

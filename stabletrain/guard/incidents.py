@@ -10,8 +10,10 @@ from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.distributed_handler import for_all_ranks
 from stabletrain.forensics.handler import IncidentHandler, IncidentSummary, NoIncidentHandler
 from stabletrain.forensics.investigate import IncidentRequest
+from stabletrain.forensics.probes.samples import describe
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.rerun import Rerun
+from stabletrain.guard.samples import bad_samples
 from stabletrain.guard.subject import LoopSubject
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import WholeState
@@ -58,11 +60,14 @@ class Incidents:
         return self.handler.handle(request, lambda: subject, WholeState(subject.rerun.model, subject.older))
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:
-        """Logs where values were first not finite in a closure that raised an error, if any were."""
+        """Logs where values were first not finite before a closure raised an error: its batch, or an operation."""
         # On several ranks the others are not here.
         if not self._left or self._ranks.distributed or isinstance(error, torch.OutOfMemoryError):
             return
         self._left -= 1
+        if bad := bad_samples(rerun.begun.micro_batches, ()):
+            self._tracker.note(f"before this {type(error).__name__}, {describe(bad)}")
+            return
         tracing = Trace(rerun.model)
         with contextlib.suppress(Exception):
             rerun.run(backward=False, watched_by=tracing)

@@ -37,6 +37,7 @@ def make_policy(
     if recheck_every < 0:
         raise ConfigError(f"Guard(recheck_every={recheck_every}) is below 0: 250 is usual, 0 repeats nothing")
     made = copy.deepcopy(policy) if policy is not None else (RollbackGuard if rollback else SkipGuard)(slow=slow)
+    made.in_own_loop = True
     made.lone_loss_is_spike = False  # nothing is known about the loop's loss
     made.slow_spikes = loop_slow_spikes(made.slow, made.slow_rate, made.slow_modes, loss)
     made.check_state_every(checksum_every)

@@ -6,13 +6,14 @@ dimension hold one sample in each row; others belong to the whole batch.
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stabletrain.forensics.facts import LargestInput
-from stabletrain.forensics.probes.samples import MAX_LISTED, Trials, first_place
+from stabletrain.forensics.facts import LargestInput, largest_value, most_unusual
+from stabletrain.forensics.probes.samples import MAX_LISTED, Trials, first_place, sample_sizes
 from stabletrain.forensics.rerun import NotPossible
 from stabletrain.guard.micro_batch import MicroBatch, map_tensors, named_tensors
 from stabletrain.guard.rerun import Rerun
@@ -51,6 +52,17 @@ def place_of(index: int, micro_batches: Sequence[MicroBatch]) -> dict[str, int]:
     if len(micro_batches) < 2:
         return {}
     return rows_of(micro_batches)[index]._asdict()
+
+
+def empty_batches(micro_batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
+    """Returns the micro-batches that have tensors, but no values, as `forensics/probes/samples.py` does."""
+    found = []
+    for number, each in enumerate(micro_batches):
+        sizes = [tensor.numel() for _, tensor in named_tensors(each.batch)]
+        if sizes and not any(sizes):
+            name = "the batch" if len(micro_batches) == 1 else f"micro-batch {number}"
+            found.append({"index": None, "fault": "empty", "what": f"{name} is empty"})
+    return found[:MAX_LISTED]
 
 
 def bad_samples(micro_batches: Sequence[MicroBatch], usual: Sequence[MicroBatch]) -> list[dict[str, Any]]:
@@ -104,22 +116,25 @@ def not_finite(tensor: Tensor) -> Tensor:
 
 
 def largest_input(micro_batches: Sequence[MicroBatch], usual: Sequence[MicroBatch]) -> LargestInput | None:
-    """Returns the sample with the largest input, and the largest of another step; None for integers."""
-    sizes = [sample_sizes(each.batch) for each in micro_batches]
-    others = [sample_sizes(each.batch) for each in usual]
-    if not others or any(each is None for each in [*sizes, *others]):
-        return None
-    each, elsewhere = torch.cat([s for s in sizes if s is not None]), torch.cat([s for s in others if s is not None])
-    index = int(each.argmax())
-    return LargestInput({"index": index, **place_of(index, micro_batches)}, float(each[index]), float(elsewhere.max()))
+    """Returns the sample with the largest value, compared with the same tensor of another step.
+
+    Of several tensors, the one that exceeds the other step by the largest factor; None without tensors to compare.
+    """
+    mine, others = sizes_by_name(micro_batches), sizes_by_name(usual)
+    places = {name: f" in {tensor_name(name)}" if number else "" for number, name in enumerate(mine)}
+    common = [name for name in mine if name in others]
+    found = most_unusual([largest_value(mine[name], max(others[name]), places[name]) for name in common])
+    return found and replace(found, sample={**found.sample, **place_of(found.sample["index"], micro_batches)})
 
 
-def sample_sizes(batch: Any) -> Tensor | None:
-    """Returns the largest magnitude of each sample in a batch's first tensor; None if this holds integers."""
-    first = next((tensor for _, tensor in named_tensors(batch) if has_rows(tensor, sample_count(batch))), None)
-    if first is None or not first.is_floating_point() or not first.numel():
-        return None
-    return first.detach().abs().reshape(len(first), -1).amax(1).float().cpu()
+def sizes_by_name(micro_batches: Sequence[MicroBatch]) -> dict[str, list[float]]:
+    """Returns the largest magnitude of each sample, for the floating-point tensors that every micro-batch has."""
+    found: dict[str, list[float]] = {}
+    for number, each in enumerate(micro_batches):
+        size = sample_count(each.batch)
+        rows = {name: sample_sizes(tensor) for name, tensor in named_tensors(each.batch) if has_rows(tensor, size)}
+        found = {name: found.get(name, []) + row for name, row in rows.items() if row and (name in found or not number)}
+    return found
 
 
 def with_samples(batch: Any, rows: Sequence[int], filler: Any) -> Any:

@@ -24,13 +24,14 @@ from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.checks.recheck import Finding
-from stabletrain.guard.in_code import for_any_loop, unknown_beyond_forward
+from stabletrain.guard.in_code import for_any_loop, unknown_beyond_forward, unknown_without_rerun
 from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.rerun import Rerun
 from stabletrain.guard.samples import (
     NO_BATCH,
     BatchTrials,
     bad_samples,
+    empty_batches,
     largest_input,
     place_of,
     with_other_batches,
@@ -114,9 +115,12 @@ class LoopSubject(Subject):
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """See `Subject`."""
         micro_batches = self.rerun.begun.micro_batches
-        found = bad_samples(micro_batches, self.usual)
+        empty = empty_batches(micro_batches)
+        found = empty or bad_samples(micro_batches, self.usual)
         if found and math.isfinite(self.reading.loss + self.reading.grad_norm + self.reading.buffers):
             return []  # the model does not read these values
+        if empty:
+            return empty
         if not all(each.takes_batch for each in micro_batches):
             return found  # the step cannot be run without these values
         try:
@@ -143,6 +147,11 @@ class LoopSubject(Subject):
         # With sharded weights the gradients are sums over the ranks: another rank may have made them bad.
         finite = math.isfinite(loss) and (math.isfinite(norm) or (self.sharded and self._nothing_began_here))
         return replace(outcome, finite=finite)
+
+    @property
+    def loss_known(self) -> bool:  # ty: ignore[incompatible-property-override]  only read
+        """Whether the loop's loss is known: 0 stands for an unknown one."""
+        return not self.gap or self.reading.loss != 0.0
 
     @property
     def comparable(self) -> bool:
@@ -191,7 +200,7 @@ class LoopSubject(Subject):
         seen = evidence.origin is not None or evidence.samples or evidence.damage
         if self.gap and evidence.kind != "update" and not seen:  # nothing was measured that could tell the cause
             return for_any_loop(unknown_beyond_forward(evidence))
-        return for_any_loop(super().diagnose(evidence))
+        return for_any_loop(unknown_without_rerun(super().diagnose(evidence), evidence))
 
     def save(self, folder: Path) -> None:
         """Writes the batch; and the weights, if the step can be replayed from the folder."""

@@ -24,6 +24,12 @@ def report(then, now, *overrides, **more):
     [
         (BROKEN, FINE, "fixed", "with precision=fp32 the step is finite"),
         (BROKEN, NAN, "not_fixed", "with precision=fp32 the step is not finite"),
+        (
+            BROKEN,
+            replace(FINE, grad_norm=0.0),
+            "not_fixed",
+            "with precision=fp32 the step is finite, but its gradient norm is 0, so nothing is learnt from it",
+        ),
         (READING, NAN, "not_fixed", "with precision=fp32 the step is not finite, but it was finite before"),
         (None, FINE, None, "with precision=fp32 the step is finite"),
     ],

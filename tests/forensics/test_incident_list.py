@@ -115,4 +115,5 @@ def test_a_block_of_an_unknown_cause(tmp_path):
 
 def test_a_sample_has_its_id_or_its_place():
     assert sample_name({"id": 0, "index": 3}) == "id 0"
+    assert sample_name({"index": None}) == "the batch"
     assert sample_name({"index": 3, "source": "a:1"}) == "sample 3 of the batch (a:1)"

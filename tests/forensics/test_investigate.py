@@ -181,7 +181,16 @@ def test_the_sample_with_the_largest_input_is_compared_with_another_batch(repro)
     seen = StepSubject(repro(nn.Identity(), batch)).largest_input()
     assert seen.sample == {"index": 3, "id": 43}
     assert (seen.largest, seen.elsewhere) == (float(torch.tensor(1e30)), float(samples(1).inputs.abs().max()))
+    assert seen.sizes == pytest.approx(batch.inputs.abs().amax(1).tolist())
     assert StepSubject(repro(nn.Identity(), batch, fresh=None)).largest_input() is None
+
+
+def test_a_target_counts_as_an_input_where_it_is_the_more_unusual(repro):
+    batch = replace(samples(), targets=torch.tensor([0.0, 1.0, -1e30, 1.0]))
+    seen = StepSubject(
+        repro(nn.Identity(), batch, fresh=lambda: replace(samples(1), targets=torch.ones(4)))
+    ).largest_input()
+    assert (seen.sample["index"], seen.place, seen.elsewhere) == (2, " in its target", 1.0)
 
 
 def test_nothing_live_is_changed(repro):

@@ -164,6 +164,20 @@ def test_where_the_loss_is_not_known_the_incident_says_what_was_not_run(tmp_path
     assert record["cause"] == "unknown"
     assert record["not_looked_at"][0].startswith("the loop's own loss is not known")
     assert record["replays"]["same"]["finite"] is None, "a normal forward pass says nothing about the step"
+    assert record["verdict"].startswith("gradient norm nan")
+    assert "its loss is not known" in (guard.incidents[0].path / "report.md").read_text()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_loop_that_does_not_clip_is_not_told_that_clipping_spreads_nan(tmp_path, caplog, clips):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Guard.attach(model, optimizer, folder=tmp_path)
+    (model(torch.randn(6, 4)).sum() * math.nan).backward()
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert ("one bad gradient has spread to all" in caplog.text) is clips
 
 
 def test_an_adapter_records_how_the_loss_is_computed(tmp_path):

@@ -120,6 +120,7 @@ class OfOwnLoop(Door):
         options = {"checksum_every": guard.checksum_every, "recheck_every": guard.recheck_every}
         self.loop = Guard(model, optimizer, folder=folder, policy=guard, max_norm=1.0, keep_state=False, **options)
         self.loop._loop.policy.lone_loss_is_spike = True  # as in `train.py`; an own loop's loss may be anything
+        self.loop._loop.policy.in_own_loop = False  # an own loop's words for options are in `test_in_code.py`
         super().__init__(model, optimizer, self.loop._loop.policy, tracker, folder)
 
     @property

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from stabletrain.errors import TrainingHalted
 from stabletrain.forensics.incident_list import incidents
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy import RollbackGuard
@@ -62,6 +63,62 @@ def test_in_a_label_it_is_a_label(tmp_path):
     guard.step(lambda batch: F.mse_loss(model(batch["x"])[:, 0], batch["target"]), batch={"x": x, "target": y})
     assert record_of(guard)["cause"] == "bad_label"
     assert "'target' of the batch holds 1 of 1 values" in guard.incidents[0].verdict
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.binary_cross_entropy_with_logits, lambda x, y: (x - y).mean()])
+def test_an_empty_batch_is_called_empty(tmp_path, loss_fn):
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    for size in (6, 0):
+        guard.step(lambda x, y: loss_fn(model(x)[:, 0], y), batch=(torch.randn(size, 4), torch.rand(size)))
+    record = record_of(guard)
+    assert (record["cause"], record["verdict"]) == ("bad_label", "the batch is empty")
+    assert record["fix"][0].startswith("skip an empty batch")
+    assert record["also"] == []
+
+
+def test_an_empty_micro_batch_is_named_by_its_number(tmp_path):
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    for size in (6, 0):
+        guard.backward(lambda x: model(x).mean() / 2, batch=torch.randn(size, 4))
+    guard.update()
+    assert record_of(guard)["verdict"] == "micro-batch 1 is empty"
+
+
+def test_a_target_out_of_its_range_blames_the_sample(tmp_path):
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    for value in (1.0, 1e30):
+        y = torch.full((6,), 1.0)
+        y[4] = value
+        guard.step(lambda x, y: F.mse_loss(model(x)[:, 0], y), batch=(torch.randn(6, 4), y))
+    record = record_of(guard)
+    assert (record["cause"], record["fix"][0]) == ("bad_batch", "clean sample 4 of the batch")
+    assert record["verdict"].startswith("sample 4 of the batch holds a value of 1e+30 in element 1 of the batch")
+
+
+def test_a_weight_that_was_never_initialised_halts_the_loop_and_is_named(tmp_path):
+    loop = Loop(tmp_path, checksum_every=1)
+    torch.nn.init.constant_(loop.model[0].bias, math.nan)
+    with pytest.raises(TrainingHalted, match=r"step 1: loss is nan: .* not finite before the first step"):
+        loop.run(batches(2))
+    record = record_of(loop.guard)
+    assert record["cause"] == "uninitialised"
+    assert record["fix"][0].startswith("initialise 0.bias")
+
+
+def test_a_closure_that_cannot_run_again_says_so_and_proposes_nothing_else(tmp_path):
+    """As in reinforcement learning, where the forward pass lies before the closure."""
+    model = nn.Linear(4, 3)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    for scale in (1.0, math.nan):
+        logits = model(torch.randn(6, 4)) * scale
+        guard.step(lambda: F.cross_entropy(logits, torch.zeros(6, dtype=torch.long)))  # noqa: B023
+    record = record_of(guard)
+    assert (record["cause"], record["confidence"]) == ("unknown", 0.0)
+    assert record["verdict"].endswith("the closure could not be run again: its forward pass lies before it")
+    assert record["fix"] == ["run the forward pass inside the closure: then the operation is named"]
 
 
 def test_values_that_are_always_nan_are_no_fault(tmp_path):
@@ -349,6 +406,16 @@ def test_an_error_that_a_nan_has_caused_is_explained_and_raised(tmp_path, caplog
     with pytest.raises(ValueError, match="another"):
         guard.step(lambda: (_ for _ in ()).throw(ValueError("another")))
     assert "ValueError" not in caplog.text, "nothing was wrong with the values"
+
+
+def test_an_error_that_a_nan_in_the_batch_has_caused_names_the_batch(tmp_path, caplog):
+    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    x = torch.randn(3, 4)
+    x[1, 2] = math.nan
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        guard.step(lambda x, y: F.binary_cross_entropy(model(x)[:, 0], y), batch=(x, torch.ones(3)))
+    assert "before this RuntimeError, sample 1 of the batch: element 0 of the batch holds 1 of 4 values" in caplog.text
 
 
 def test_an_autocast_around_the_guard_is_entered_again(tmp_path):

@@ -292,7 +292,7 @@ def test_trouble_that_does_not_end_halts_the_training(tmp_path):
     loop = Loop(tmp_path, policy=SkipGuard(max_consecutive=4), max_incidents=0)
     loop.run(batches(3))
     before = loop.bits()
-    with pytest.raises(TrainingHalted, match=r"step 7: loss is nan, and guard.max_consecutive=4 steps in a row"):
+    with pytest.raises(TrainingHalted, match=r"step 7: loss is nan, and max_consecutive=4 steps in a row"):
         loop.run([nan_in(batch) for batch in batches(9)])
     assert same(before, loop.bits())
 

@@ -27,9 +27,13 @@ CAUSES = {
         accident=True,
     ),
     "bad_label": Cause(
-        "a label is out of range, or every label is ignored",
-        "a label out of range, or every label ignored",
+        "a label is out of range, every label is ignored, or the batch is empty",
+        "a label out of range, every label ignored, or an empty batch",
         accident=True,
+    ),
+    "uninitialised": Cause(
+        "a weight was never initialised",
+        "a weight or buffer that is not finite in the first step, before any update",
     ),
     "corrupt_state": Cause(
         "weights or optimizer moments were corrupt before the step",

@@ -16,25 +16,32 @@ from stabletrain.forensics.diagnosis.evidence import (
     FIRST_STEPS,
     MAX_UPDATE_LENGTH,
     Evidence,
+    adds_masks,
     finite_in_fp32,
     first_loss_too_large,
     has_cross_entropy,
     has_input_outlier,
+    has_no_rows,
     is_spread,
     loss_has_risen,
     moved_beyond_lr,
     moved_first,
     moved_too_far,
     no_finite_result,
+    outliers,
+    reads_huge_values,
     weights_ruined,
 )
 from stabletrain.forensics.diagnosis.fp8_causes import fp8_overflow, fp8_underflow
 from stabletrain.forensics.diagnosis.update_causes import bad_setting, finite_when_rerun, unsafe_optimizer
 from stabletrain.forensics.diagnosis.wording import (
+    EMPTY_BATCH,
     FIXES,
+    MASKS,
     batch_name,
     chain_lines,
     faster_second_moment,
+    how_to_change,
     larger_loss_scale,
     logit_bounds,
     lost_gradients,
@@ -85,18 +92,28 @@ def poison_input(e: Evidence) -> Diagnosis | None:
 
 
 def bad_label(e: Evidence) -> Diagnosis | None:
-    """A label out of range, or a loss averaged over no target."""
+    """A label out of range, an empty batch, or a loss averaged over no target."""
     bad = [sample for sample in e.samples if sample["fault"] != "input"]
     if bad:
-        return Diagnosis(
-            "bad_label", 0.99, describe(bad, batch_name(e)), [f"correct {sample_name(each, e)}" for each in bad], []
-        )
+        fix = [EMPTY_BATCH if each["fault"] == "empty" else f"correct {sample_name(each, e)}" for each in bad]
+        return Diagnosis("bad_label", 0.99, describe(bad, batch_name(e)), [*dict.fromkeys(fix)], [])
     o = e.origin
     if o is None or o.why != "mean_of_nothing" or "nll" not in o.op:  # any other empty mean is an unsafe_op
         return None
-    return Diagnosis(
-        "bad_label", 0.9, origin_sentence(e), [f"{source_line(e)}: divide by max(n, 1)"], origin_details(e)
-    )
+    how = EMPTY_BATCH if has_no_rows(o) else FIXES[o.why]
+    return Diagnosis("bad_label", 0.9, origin_sentence(e), [f"{source_line(e)}: {how}"], origin_details(e))
+
+
+def uninitialised(e: Evidence) -> Diagnosis | None:
+    """A weight or buffer that is not finite in the first step: no update has changed it."""
+    bad = [d for d in e.damage if d.what in ("parameter", "buffer") and not d.large]
+    if e.kind == "state" or e.reading.step != 1 or not bad:
+        return None
+    names = ", ".join(d.name for d in bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    verdict = f"{bad[0].what} {bad[0].name}: {bad[0].words} before the first step, so it was never initialised"
+    fix = [f"initialise {names}: torch.empty only reserves memory; use torch.zeros or torch.nn.init"]
+    fix.append("if the weights were loaded from a file, load another one: this one holds NaN or Inf")
+    return Diagnosis("uninitialised", 0.95, verdict, fix, [f"{d.what} {d.name}: {d.words}" for d in bad[1:8]])
 
 
 def corrupt_state(e: Evidence) -> Diagnosis | None:
@@ -179,15 +196,18 @@ def differs_from_recheck(found: Finding) -> Diagnosis | None:
 
 
 def bad_inputs(e: Evidence) -> Diagnosis | None:
-    """Finite inputs far larger than those of another batch."""
+    """Finite values far larger than those of another batch, in one sample or in most."""
     if not has_input_outlier(e) or e.largest_input is None:
         return None
-    largest = e.largest_input
-    sizes = f"a value of {largest.largest:.4g}; the largest in another batch is {largest.elsewhere:.4g}"
-    verdict = f"{sample_name(largest.sample, e)} holds {sizes}"
-    return Diagnosis(
-        "bad_batch", 0.9, verdict, [f"clean {sample_name(largest.sample, e)}", *tolerate_batch(e)], origin_lines(e)
-    )
+    found, total = e.largest_input, len(e.largest_input.sizes)
+    worst = sample_name(found.sample, e)
+    verdict, fix = f"{worst} holds a value of {found.largest:.4g}{found.place}", f"clean {worst}"
+    if (number := outliers(found)) > max(total / 2, 1):
+        who = f"all {total} samples" if number == total else f"{number} of {total} samples"
+        verdict = f"{who} of {batch_name(e)} are far too large, with values up to {found.largest:.4g}{found.place}"
+        fix = f"check the scaling (normalisation) of the data: {who} are out of range, not a single one"
+    verdict += f"; the largest in another batch is {found.elsewhere:.4g}"
+    return Diagnosis("bad_batch", 0.9, verdict, [fix, *tolerate_batch(e)], origin_lines(e))
 
 
 def loss_scale_collapse(e: Evidence) -> Diagnosis | None:
@@ -231,8 +251,10 @@ def zero_variance_norm(e: Evidence) -> Diagnosis | None:
         o.why in DIVISIONS and is_spread([o.op, *e.divisor_ops])
     ):
         return None
-    fix = [f"add eps >= 1e-6 inside the square root at {source_line(e)}, and compute it in fp32"]
-    return Diagnosis("zero_variance_norm", 0.9, origin_sentence(e), fix + more_fp32_modules(e), origin_details(e))
+    fix = [f"add eps >= 1e-6 inside the square root at {source_line(e)}, and compute it in fp32", *more_fp32_modules(e)]
+    if o.why == "variance_of_one":  # 0 / 0 before any root
+        fix = [f"{source_line(e)}: take the variance of at least two values, or correction=0"]
+    return Diagnosis("zero_variance_norm", 0.9, origin_sentence(e), fix, origin_details(e))
 
 
 def fp16_overflow(e: Evidence) -> Diagnosis | None:
@@ -240,12 +262,16 @@ def fp16_overflow(e: Evidence) -> Diagnosis | None:
     o = e.origin
     if o is None or o.dtype != "float16" or not (o.why in ("overflow", "exp_overflow") or finite_in_fp32(e)):
         return None
-    if (o.in_fp32 is not None and not math.isfinite(o.in_fp32)) or weights_ruined(e) or first_loss_too_large(e):
+    if (o.in_fp32 is not None and not math.isfinite(o.in_fp32)) or weights_ruined(e):
+        return None
+    if first_loss_too_large(e) and not e.normal("fresh_batch"):  # `bad_init`
         return None
     if e.finite("fp32") is False:  # fp16 without autocast: the model's own code casts
         fix = [f"compute it in fp32: {source_line(e)} itself casts to float16"]
     else:
         fix = [*wider_precision(e), *more_fp32_modules(e), *logit_bounds(e)]
+    if adds_masks(o):
+        fix = [f"{source_line(e)}: {MASKS}"]
     return Diagnosis("fp16_overflow", 0.95, origin_sentence(e), fix, origin_details(e))
 
 
@@ -257,9 +283,10 @@ def unsafe_op(e: Evidence) -> Diagnosis | None:
         or weights_ruined(e)
         or o.why in ("overflow", "given")
         or (o.why == "unknown" and not no_finite_result(e))
+        or (o.why == "buffer" and e.reading.step <= FIRST_STEPS and reads_huge_values(o))  # huge before it read them
     ):
         return None
-    how = FIXES.get(o.why, "keep the argument inside the domain of the operation")
+    how = how_to_change(o)
     sure = 0.7 if o.why in ("unknown", "buffer") else 0.9
     return Diagnosis("unsafe_op", sure, origin_sentence(e), [f"{source_line(e)}: {how}"], origin_details(e))
 
@@ -268,6 +295,7 @@ def bad_init(e: Evidence) -> Diagnosis | None:
     """The first steps fail with every batch."""
     if (
         e.reading.step > FIRST_STEPS
+        or e.finite("same") is None  # the step could not be run again: nothing is known of it
         or e.normal("fresh_batch")
         or e.normal("older_state")
         or moved_too_far(e)
@@ -329,17 +357,6 @@ def output_logit_drift(e: Evidence) -> Diagnosis | None:
     )
 
 
-def bad_batch(e: Evidence) -> Diagnosis | None:
-    """Only this batch fails."""
-    if not e.normal("fresh_batch"):
-        return None
-    who = "" if e.culprits is None or not e.culprits.samples else f" (samples {e.culprits.samples[:8]})"
-    sure = 0.9 if e.normal("older_state") is False else 0.7
-    verdict = f"another batch is normal with the same weights, so this batch is to blame{who}"
-    fix = ["inspect the batch: batch.safetensors in the incident's folder", *tolerate_batch(e)]
-    return Diagnosis("bad_batch", sure, verdict, fix, origin_lines(e))
-
-
 def overflow(e: Evidence) -> Diagnosis | None:
     """An overflow of fp32 or bf16, although the weights have not grown."""
     o = e.origin
@@ -347,8 +364,22 @@ def overflow(e: Evidence) -> Diagnosis | None:
         return None
     if loss_has_risen(e):
         return None
-    fix = f"{source_line(e)}: scale the inputs down, or compute with logarithms"
-    return Diagnosis("unsafe_op", 0.6, origin_sentence(e), [fix, *lower_lr(e)], origin_details(e) + chain_lines(e))
+    how = MASKS if adds_masks(o) else "scale the inputs down, or compute with logarithms"
+    # If another batch is normal, the weights are, too: this batch reaches the operation, or reaches further.
+    sure, rest = (0.8, []) if e.normal("fresh_batch") else (0.6, lower_lr(e))
+    lines = origin_details(e) + chain_lines(e)
+    return Diagnosis("unsafe_op", sure, origin_sentence(e), [f"{source_line(e)}: {how}", *rest], lines)
+
+
+def bad_batch(e: Evidence) -> Diagnosis | None:
+    """Only this batch fails."""
+    if not e.normal("fresh_batch"):
+        return None
+    who = "" if e.culprits is None or not e.culprits.samples else f" (samples {e.culprits.samples[:8]})"
+    sure = 0.9 if e.normal("older_state") is False else 0.7
+    verdict = f"another batch is normal with the same weights: only this batch fails{who}"
+    fix = ["inspect the batch: batch.safetensors in the incident's folder", *tolerate_batch(e)]
+    return Diagnosis("bad_batch", sure, verdict, fix, origin_lines(e))
 
 
 def updates_too_long(e: Evidence) -> Diagnosis | None:
@@ -405,6 +436,7 @@ RULES: tuple[Rule, ...] = (
     # Direct observations: the batch's values, the state, the machine. If one of these is bad, no other cause is needed.
     poison_input,
     bad_label,
+    uninitialised,
     corrupt_state,
     # An update that was not finite, from a state and gradients that were: nothing before it is to blame.
     bad_setting,
@@ -426,9 +458,10 @@ RULES: tuple[Rule, ...] = (
     updates_too_long,
     attention_logit_growth,
     output_logit_drift,
+    # An operation that overflows: another batch may be normal only because it does not reach this operation.
+    overflow,
     # Causes that only replays can tell apart: this batch fails, or every batch fails with these weights.
     bad_batch,
-    overflow,
     optimizer_staleness,
     lr_too_high,
 )

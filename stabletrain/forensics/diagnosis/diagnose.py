@@ -10,7 +10,8 @@ its rule holds, and so does its condition in this table.
 | updates too long, attention logits, log Z | the same batch is normal with older weights |
 | the batch | another batch is normal, and the samples that make the step fail are known |
 
-Nothing contributes to a corrupt state or a hardware fault: they explain everything that was measured after them.
+Nothing contributes to a weight that was never initialised, a corrupt state or a hardware fault: they explain everything
+that was measured after them.
 """
 
 from dataclasses import replace
@@ -29,6 +30,7 @@ from stabletrain.forensics.diagnosis.causes import (
     hardware_fault,
     output_logit_drift,
     poison_input,
+    uninitialised,
     unknown,
     unsafe_op,
     updates_too_large,
@@ -48,7 +50,7 @@ def diagnose(e: Evidence) -> Diagnosis:
     """Returns the diagnosis of the first rule that holds, with the causes that contribute."""
     for rule in RULES:
         if (found := rule(e)) is not None:
-            alone = rule in (corrupt_state, hardware_fault)
+            alone = rule in (uninitialised, corrupt_state, hardware_fault)
             others = [] if alone else [other(e) for other in contributing_rules(e) if other is not rule]
             return replace(found, also=[one for one in others if one is not None and one.cause != found.cause])
     return unknown(e)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from stabletrain.forensics.facts import Culprits, Damage, Drift, LargestInput, Outcome
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts
 from stabletrain.forensics.probes.underflow import Underflow
@@ -50,6 +52,7 @@ class Evidence:
             were.
         reading: the step's.
         part: the investigating rank's own part of the step, as it measured it; None in a single process.
+        loss_known: whether the step's loss is known; False in a user's loop that does not show it.
         parts_normal: on several ranks, whether the own part of every rank was normal, in the step and in a replay.
         samples: bad samples of the batch, from `bad_samples`.
         damage: corruption of the state before the step.
@@ -61,8 +64,7 @@ class Evidence:
         culprits: the samples that make the step non-finite.
         sizes: the monitors' metrics on this step's state and batch.
         before: the same metrics on an older state.
-        largest_input: the sample with the largest input; None for token ids, or without another batch to
-            compare with.
+        largest_input: the sample with the largest value; None for token ids, or without another batch to compare with.
         update_length: largest RMS(m / sqrt(v)) over the parameters, from the moments before the step. It is the length
             of the last update in learning rates. NaN without such moments.
         staleness: largest RMS(g / sqrt(v)) over the parameters; NaN without a second moment.
@@ -77,6 +79,7 @@ class Evidence:
     kind: str
     reading: Reading
     part: RankPart | None = None
+    loss_known: bool = True
     parts_normal: bool = False
     samples: Sequence[Mapping[str, Any]] = ()
     damage: Sequence[Damage] = ()
@@ -196,7 +199,23 @@ def no_finite_result(e: Evidence) -> bool:
     o = e.origin
     if o is None or o.should_have_been is None or math.isfinite(o.should_have_been):
         return False
-    return all(read.absmax is None or read.absmax < HUGE_INPUT for read in o.inputs)
+    return not reads_huge_values(o)
+
+
+def reads_huge_values(o: Origin) -> bool:
+    """Whether an input of the operation is not finite, or so large that the operation may overflow even in fp64."""
+    return not all(read.absmax is None or read.absmax < HUGE_INPUT for read in o.inputs)
+
+
+def has_no_rows(o: Origin) -> bool:
+    """Whether the operation read an empty tensor."""
+    return any(0 in read.shape for read in o.inputs)
+
+
+def adds_masks(o: Origin) -> bool:
+    """Whether the operation adds two tensors that both hold the largest magnitude of their format: masks."""
+    full = [read.absmax == torch.finfo(getattr(torch, read.dtype)).max for read in o.inputs if read.absmax is not None]
+    return o.op.rstrip("_") in ("aten.add", "aten.sub") and len(full) == 2 and all(full)
 
 
 def excess_length(e: Evidence) -> float:
@@ -255,6 +274,11 @@ def has_input_outlier(e: Evidence) -> bool:
     if found is None or not found.largest > INPUT_OUTLIER_RATIO * found.elsewhere > 0:
         return False
     return e.finite("fresh_batch") is True
+
+
+def outliers(found: LargestInput) -> int:
+    """Number of samples whose largest value is far larger than the values of another batch."""
+    return sum(size > INPUT_OUTLIER_RATIO * found.elsewhere for size in found.sizes)
 
 
 def decay_too_strong(e: Evidence) -> bool:

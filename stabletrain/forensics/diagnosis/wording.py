@@ -16,11 +16,16 @@ from stabletrain.forensics.diagnosis.evidence import (
 )
 from stabletrain.forensics.facts import Outcome
 from stabletrain.forensics.probes.underflow import Underflow
+from stabletrain.forensics.trace.origin import Origin
 
 HEALTHY_MOVE = 0.01
 """Share of its own RMS that a typical parameter may move in a step."""
 
 CUSTOMARY_STD = 0.02
+
+EMPTY_BATCH = "skip an empty batch: drop_last=True in the loader, or another split or filter of the data"
+
+MASKS = "join the masks with | and fill once: the sum of two of the lowest numbers is -inf"
 
 FIXES = {
     "log_of_zero": "take log(x + eps), or log_softmax instead of log(softmax)",
@@ -34,7 +39,8 @@ FIXES = {
     "zero_times_inf": "keep the factor finite: mask with torch.where before the operation that overflows, not after it",
     "inf_over_inf": "scale both down first, as softmax does",
     "masked_row": "keep at least one entry of each row unmasked, or use a large negative number instead of -inf",
-    "mean_of_nothing": "divide by max(n, 1)",
+    "mean_of_nothing": "sum the items and divide by max(n, 1)",
+    "too_few_frames": "zero_infinity=True in the CTC loss, or leave out samples with fewer frames than letters",
     "outside_domain": "clamp the argument to the inside of the domain, away from its ends",
     "singular_matrix": "add a small multiple of the identity",
     "masked_logits": "mask with a large negative number instead of -inf, or leave masked classes out of label "
@@ -44,6 +50,13 @@ FIXES = {
     "unwritten": "write to memory before reading it: use torch.zeros instead of torch.empty",
 }
 """What to change at an operation that has no finite result, by `Origin.why`."""
+
+
+def how_to_change(o: Origin) -> str:
+    """What to change at the operation: an eps beside a root does not help its derivative, which divides by the root."""
+    if o.direction == "backward" and o.node.startswith("Sqrt") and o.why in ("division_by_zero", "zero_over_zero"):
+        return "add eps inside the root, (x + eps).sqrt(): outside of it, the derivative still divides by 0"
+    return FIXES.get(o.why, "keep the argument inside the domain of the operation")
 
 
 def wider_precision(e: Evidence) -> list[str]:
@@ -138,9 +151,10 @@ def faster_second_moment(e: Evidence) -> list[str]:
 
 
 def tolerate_batch(e: Evidence) -> list[str]:
-    """Options that tolerate a bad batch, unless the run has them already."""
+    """Options that tolerate a bad batch, unless the run has them already; no clipping makes a NaN harmless."""
     fix = [] if e.setting.choices.get("guard") in ("rollback", None) else ["guard=rollback"]
-    return [*fix, *([] if e.setting.choices.get("clipping") == "zclip" else ["clipping=zclip"])]
+    clips = e.setting.choices.get("clipping") == "zclip"
+    return [*fix, *(["clipping=zclip"] if e.kind == "spike" and not clips else [])]
 
 
 def loss_and_norm(loss: float, grad_norm: float | None) -> str:
@@ -184,7 +198,7 @@ def origin_sentence(e: Evidence) -> str:
     """The operation to blame and the reason; loss and gradient norm if there is no such operation."""
     o = e.origin
     if o is None:
-        return f"loss {e.reading.loss:.4g}, gradient norm {e.reading.grad_norm:.4g}"
+        return f"{f'loss {e.reading.loss:.4g}, ' if e.loss_known else ''}gradient norm {e.reading.grad_norm:.4g}"
     return f"{o.op} in {o.module or 'the model'} ({o.direction}, {o.dtype}): {o.reason}"
 
 

@@ -93,6 +93,13 @@ def bad_label(targets: Tensor, classes: int | None) -> str:
     return f"target {int(targets[bad][0])}{first_place(bad)} is outside [0, {classes})" if bool(bad.any()) else ""
 
 
+def sample_sizes(values: Tensor) -> list[float]:
+    """Returns the largest magnitude of each sample, in fp32; nothing for integers."""
+    if not values.is_floating_point() or not values.numel():
+        return []
+    return values.detach().abs().reshape(len(values), -1).amax(1).float().tolist()
+
+
 def first_place(bad: Tensor) -> str:
     """Index of the first bad value in the sample, ` at [0, 3, 5]`; empty for a scalar."""
     place = bad.nonzero()[0].tolist()

@@ -4,7 +4,7 @@ Each rule checks the values that the operation read, and returns `(key, words)`,
 
     log_of_zero, log_of_negative, root_of_negative, division_by_zero, zero_over_zero, zero_to_negative_power,
     exp_overflow, overflow, outside_domain, zero_variance, variance_of_one, mean_of_nothing, masked_row,
-    singular_matrix, inf_minus_inf, inf_over_inf, zero_times_inf
+    singular_matrix, inf_minus_inf, inf_over_inf, zero_times_inf, too_few_frames
 """
 
 import math
@@ -171,11 +171,27 @@ def mean(args: tuple, named: dict) -> RuleResult:
 
 
 def nll(args: tuple, named: dict) -> RuleResult:
-    """Mean over targets that are all ignored."""
+    """Mean over no target: there is none, or all are ignored."""
     ignored = args[1] == named.get("ignore_index", -100)
+    if not ignored.numel():
+        return "mean_of_nothing", "mean over 0 targets, because the batch is empty: 0 / 0"
     if bool(ignored.all()):
         return "mean_of_nothing", f"mean over 0 targets, all {ignored.numel()} are ignored: 0 / 0"
     return None
+
+
+def ctc(args: tuple, named: dict) -> RuleResult:
+    """CTC loss of samples that have fewer frames than their targets need: one a letter, and one between equal ones."""
+    targets, frames, letters = args[1], *([int(length) for length in lengths] for lengths in args[2:4])
+    rows = targets if targets.dim() > 1 else targets.split([*letters, targets.numel() - sum(letters)])
+    short = []
+    for number, (row, length, available) in enumerate(zip(rows, letters, frames, strict=False)):
+        row = row[:length]
+        if (needed := length + int((row[1:] == row[:-1]).sum())) > available:
+            short.append(f"sample {number} has {available} frames, and its {length} letters need {needed}")
+    if not short:
+        return None
+    return "too_few_frames", f"{short[0]}, so the loss is infinite ({len(short)} of {len(frames)} samples)"
 
 
 def norm(args: tuple, named: dict) -> RuleResult:
@@ -249,7 +265,14 @@ RULES: dict[str, Callable[[tuple, dict], RuleResult]] = {
     ),
     **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax", "logsumexp"), softmax),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), variance),
-    "mean": mean,
+    **dict.fromkeys(
+        (
+            *("mean", "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+            *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        ),
+        mean,
+    ),
+    **dict.fromkeys(("_ctc_loss", "_cudnn_ctc_loss"), ctc),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll),
     **dict.fromkeys(
         (

@@ -22,6 +22,8 @@ from stabletrain.monitors.module_groups import blocks, place
 
 BLAME_ORDER = {"producer": 0, "revealed": 0, "unwritten": 1, "written": 2, "given": 3}
 
+SAME_VALUES = {f"aten.{name}" for name in ("_to_copy", "view", "unsqueeze", "squeeze", "expand", "clone", "alias")}
+"""Operations that change the format or the shape of a tensor."""
 
 MASKED = (
     "log_softmax gives -Inf for logits that are -Inf, and the loss reads it: label smoothing covers every class, also "
@@ -174,6 +176,8 @@ def reason_of(trace: Trace, source: Source) -> tuple[str, str]:
         why, reason = (
             ("unknown", "its arithmetic was not analysed") if finding is None else (finding.why, finding.reason)
         )
+        if why == "zero_over_zero" and is_mean(trace, record):
+            return "mean_of_nothing", f"a sum over 0 items divided by their number: {reason}"
         return why, reason + inf_origin(trace, record)
     if source.how == "given":
         return "given", "it read data, weights or buffers that were non-finite before the step began"
@@ -182,10 +186,32 @@ def reason_of(trace: Trace, source: Source) -> tuple[str, str]:
     return "written", "it wrote Inf or NaN as a constant, which reached the loss or a gradient"
 
 
+def is_mean(trace: Trace, record: OpRecord) -> bool:
+    """Whether a division divides a sum by the number of its items, as a mean over a mask does."""
+    if record.direction != "forward" or len(record.writers) != 2:
+        return False
+    of_values, of_mask = (written_by(trace, writer) for writer in record.writers)
+    if of_values is None or of_mask is None or {of_values.op, of_mask.op} != {"aten.sum"}:
+        return False
+    (maker,) = of_mask.writers  # None for a mask that is data
+    read = [of_mask, *([] if maker is None else [trace.records[maker]])]
+    return maker is None or any("float" not in each.inputs[0].dtype for each in read if each.inputs)
+
+
+def written_by(trace: Trace, writer: int | None) -> OpRecord | None:
+    """Returns the record that wrote a tensor, before casts and changes of shape; None if no record did."""
+    while writer is not None and trace.records[writer].op in SAME_VALUES:
+        writer = trace.records[writer].writers[0]
+    return None if writer is None else trace.records[writer]
+
+
 def inf_origin(trace: Trace, record: OpRecord) -> str:
     """Describes where an Inf came from, if the operation turned it into NaN."""
     if not record.sources:
         return ""
+    if record.index in trace.filled and record.finding is not None and record.finding.why == "masked_row":
+        writer = trace.records[trace.filled[record.index]]
+        return f"; {writer.op} at {writer.source} completed the row"
     first = min(record.sources)
     if first.how == "written":
         writer = trace.records[first.record]

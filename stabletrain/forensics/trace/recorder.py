@@ -34,6 +34,7 @@ from stabletrain.forensics.trace.values import (
     Values,
     is_float,
     leaves,
+    local,
     measure,
     storage,
     tensors,
@@ -46,6 +47,11 @@ UNWRITTEN = {
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 }
 """Operations that allocate memory and write nothing: its content is not a result."""
+
+CONSTANTS = {
+    f"aten.{name}" for name in ("full", "full_like", "new_full", "scalar_tensor", "lift_fresh", "fill", "fill_")
+}
+"""Operations that write one number everywhere."""
 
 OVERWRITES = {"aten.copy_", "aten.fill_", "aten.zero_"}
 """Operations that overwrite their first argument without reading it."""
@@ -206,6 +212,7 @@ class Trace(TorchDispatchMode):
         last: sources of the last floating-point output, which is the end if there is no backward pass.
         saw_leaves: whether a gradient reached a parameter.
         buffer_ends: buffers that the pass has damaged, in order of computation; known when the trace has ended.
+        filled: for records that read a row of -Inf only, the record that completed it: a second mask, for example.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -216,6 +223,8 @@ class Trace(TorchDispatchMode):
         self.last = frozenset[Source]()
         self.saw_leaves = False
         self.buffer_ends: list[BufferEnd] = []
+        self.filled: dict[int, int] = {}
+        self._filled_rows: dict[int, int] = {}  # storage -> record that completed a row of -Inf in it
         self._finite_buffers: dict[str, Tensor] = {}  # buffers that are finite when the trace begins
         self._finite_places: dict[int, Tensor] = {}  # the same by storage
         self._damaged: dict[int, int] = {}  # storage -> first operation after which such a buffer was not finite
@@ -261,6 +270,7 @@ class Trace(TorchDispatchMode):
             inputs = tuple(measure(tensor) for tensor in reads)
             touched = {self._place(tensor) for tensor in tensors((args, kwargs))}
             before = arguments_before(func, args, kwargs)
+            filled = self._completed(reads, inputs)
         out = func(*args, **kwargs)
         with torch.no_grad():
             for key in touched & self._finite_places.keys():
@@ -268,7 +278,25 @@ class Trace(TorchDispatchMode):
                     self._damaged.setdefault(key, len(self.records))
             writes = list(tensors(out)) or tensors_modified(func, args, kwargs)
             self._record(Call(func, op, grad, *before), reads, inputs, touched, writes)
+            self._follow_rows(op, filled, writes)
         return out
+
+    def _completed(self, reads: list[Tensor], inputs: tuple[Values, ...]) -> list[int | None]:
+        """The records that completed the rows of -Inf in what an operation reads; None for one before the trace."""
+        full = [self._place(each) for each, values in zip(reads, inputs, strict=True) if has_full_row(each, values)]
+        return [self._filled_rows.get(key) for key in full if key in self._filled_rows or key not in self._writers]
+
+    def _follow_rows(self, op: str, filled: list[int | None], writes: list[Tensor]) -> None:
+        """Records which operation completed the rows of -Inf in what the newest operation wrote."""
+        record = self.records[-1]
+        completed = filled[0] if filled else record.index
+        if completed is None or op in CONSTANTS:
+            return
+        if filled:
+            self.filled[record.index] = completed
+        for tensor, values in zip(writes, record.outputs, strict=True):
+            if has_full_row(tensor, values):
+                self._filled_rows[self._place(tensor)] = completed
 
     def _record(
         self, call: Call, reads: list[Tensor], inputs: tuple[Values, ...], touched: set[int], writes: list[Tensor]
@@ -358,6 +386,15 @@ class Trace(TorchDispatchMode):
         there = self._from.get(key, frozenset()) if partly else frozenset()
         self._from[key] = there | (frozenset({Source(index, how)}) if how else sources)
         return how
+
+
+def has_full_row(tensor: Tensor, values: Values) -> bool:
+    """Returns whether a row of the last dimension, with several entries, holds -Inf only."""
+    if values.finite or tensor.layout != torch.strided or values.dtype.startswith("float8"):
+        return False
+    tensor = local(tensor)
+    several = tensor.ndim > 0 and tensor.shape[-1] > 1 and tensor.is_floating_point()
+    return several and bool(torch.isneginf(tensor).all(-1).any())
 
 
 def is_finite_buffer(buffer: Tensor) -> bool:

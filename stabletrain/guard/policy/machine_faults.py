@@ -37,16 +37,29 @@ class RetryingGuard(NoGuard):
         machine_faults: number of steps that were taken again.
         retried_step: the last step that was taken again because its numbers were wrong.
         restored_step: the last step at which a damaged state was replaced by an intact one.
+        in_own_loop: whether the loop is a user's own: its messages name no keys of `train.py`.
         faulty_rank: the rank on which the update of `retried_step` was bad; -1 if unknown.
     """
 
     trouble: int = 0
     bad_updates: int = 0
     restored_step: int = 0
+    in_own_loop: bool = field(init=False, repr=False, default=False)
     faulty_rank: int = field(init=False, repr=False, default=-1)
     _retry_to_judge: int = field(init=False, repr=False, default=0)
     _before_skip: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
     """Counts from before the newest skip, restored if that step is taken again."""
+
+    def option(self, name: str) -> str:
+        """Returns an option and its value as the user names it: `guard.patience=10` in a run of `train.py`."""
+        return f"{'' if self.in_own_loop else 'guard.'}{name}={getattr(self, name)}"
+
+    @property
+    def gentler_updates(self) -> str:
+        """What to change if every batch fails on these weights."""
+        if self.in_own_loop:
+            return "lower the learning rate, lengthen the warmup, or try fp32"
+        return "lower optimizer.lr, lengthen warmup.steps, or try precision=fp32"
 
     def note_retry(self, step: int, rank: int = -1) -> None:
         """Notes that a step is taken again. If its update is applied then, the machine was at fault, on that rank."""
@@ -78,7 +91,8 @@ class RetryingGuard(NoGuard):
             if otherwise is not None:
                 return otherwise
             self.reason = f"{why}: again, after that state was put back and verified, so the memory is not at fault"
-            self.reason += "; fix: guard.checksum_every=0 if your own code changes them on purpose"
+            key = "" if self.in_own_loop else "guard."
+            self.reason += f"; fix: {key}checksum_every=0 if your own code changes them on purpose"
             return Verdict.HALT
         # No state to go back to, or the budget is used up.
         if refused := self._why_no_retry(damaged):
@@ -103,6 +117,8 @@ class RetryingGuard(NoGuard):
         """Returns why the step cannot be taken again; empty if it can."""
         if not damaged:  # the weights are as they were, so no older state is needed
             return ""
+        if self.in_own_loop:
+            return ": load the last good checkpoint; Guard(rollback=True) goes back to an intact state by itself"
         return ": resume=auto continues from the last checkpoint; guard=rollback rolls back automatically"
 
     def state_dict(self) -> dict:

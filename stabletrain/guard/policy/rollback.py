@@ -35,8 +35,8 @@ INTEGER_OPTIONS = {
 }
 """Lower bound and customary value of each integer option."""
 
-LOWER_LR_FIXES = ("optimizer.lr=", "warmup.steps=")
-"""Beginnings of the fixes that lower the learning rate, as a rollback does."""
+LOWER_LR_FIXES = ("optimizer.lr=", "warmup.steps=", "lower the learning rate")
+"""Beginnings of the fixes that lower the learning rate, as a rollback does; the last one in a user's own loop."""
 
 PATIENCE_AT_END = 2
 """Value of `trouble` that triggers a rollback at the last step. A single skip leaves the weights as they were."""
@@ -139,7 +139,7 @@ class RollbackGuard(SkipGuard):
         if self.trouble < self.patience:
             return Verdict.SKIP
         # After so many skips the weights are at fault, not the data.
-        return self._roll_back_or_halt(f"skipping has not ended it (guard.patience={self.patience})")
+        return self._roll_back_or_halt(f"skipping has not ended it ({self.option('patience')})")
 
     def judge_validation(self, step: int, loss: float) -> Verdict:
         """Returns the verdict on a state by its validation loss: ROLLBACK with `slow=rollback` if it has risen."""
@@ -160,7 +160,7 @@ class RollbackGuard(SkipGuard):
         since = found.since or 0
         exhausted = ""
         if self.rollbacks_without_progress >= self.max_rollbacks:
-            exhausted = f", and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help"
+            exhausted = f", and {self.option('max_rollbacks')} rollbacks did not help"
         elif found.kind == "slow_validation" and since == self.validation_rise_start:
             exhausted = ", and a rollback did not help"
         if exhausted and self.escalate != "whatif":
@@ -199,9 +199,8 @@ class RollbackGuard(SkipGuard):
             self.reason = what
             return Verdict.ROLLBACK
         # The budget is used up: each rollback went further back, with a lower learning rate, and none helped.
-        self.reason = f"{what}, and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help: " + (
-            "lower optimizer.lr, lengthen warmup.steps, or try precision=fp32"
-        )
+        budget = f"{self.option('max_rollbacks')} rollbacks did not help"
+        self.reason = f"{what}, and {budget}: {self.gentler_updates}"
         return Verdict.HALT
 
     def _count_machine_fault(self, step: int) -> None:
@@ -214,7 +213,7 @@ class RollbackGuard(SkipGuard):
         """Returns why the step cannot be taken again; empty if it can."""
         if self.restores_without_progress < self.max_rollbacks or not (damaged or self.max_rollbacks):
             return ""
-        limit = f"guard.max_rollbacks={self.max_rollbacks}"
+        limit = self.option("max_rollbacks")
         if not self.max_rollbacks:
             return f"; {limit} restores no state"
         return f", {limit} times without progress: resume on another machine, and test this one"

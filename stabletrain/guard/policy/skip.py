@@ -191,10 +191,10 @@ class SkipGuard(RetryingGuard):
         """Returns SKIP, or HALT at the last of `max_consecutive` skips in a row."""
         if self.consecutive < self.max_consecutive:
             return Verdict.SKIP
-        fix = "every batch fails on these weights; lower optimizer.lr, lengthen warmup.steps, or try precision=fp32"
+        fix = f"every batch fails on these weights; {self.gentler_updates}"
         if self.kind == "bad_data":
             fix = "look at the data; events.jsonl names each sample"
-        row = f"guard.max_consecutive={self.max_consecutive} steps in a row were skipped"
+        row = f"{self.option('max_consecutive')} steps in a row were skipped"
         self.reason = f"{self.reason}, and {row}: {fix}"
         return Verdict.HALT
 

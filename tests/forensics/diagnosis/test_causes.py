@@ -4,10 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence
-from stabletrain.forensics.facts import Damage, Drift, LargestInput
+from stabletrain.forensics.facts import Culprits, Damage, Drift, LargestInput, largest_value
 from stabletrain.forensics.trace.values import Values
 from tests.forensics.diagnosis.given import BAD, CALM, FINE, NAN, READING, SETTING, SPIKE, origin
 
@@ -59,6 +60,20 @@ def test_what_fp32_can_hold_is_fp16s_overflow(why):
     found = diagnose(nonfinite(origin(why=why, dtype="float16", in_fp32=7e4), fp32=FINE, choices={"precision": "fp16"}))
     assert (found.cause, found.fix[0]) == ("fp16_overflow", "precision=bf16")
     assert diagnose(nonfinite(origin(why="exp_overflow"))).cause == "unsafe_op"
+
+
+def test_a_large_first_loss_is_the_inits_fault_only_if_every_batch_fails_in_fp16():
+    found = nonfinite(origin(dtype="float16", in_fp32=7e4), fp32=replace(BAD, loss=90.0), choices={"precision": "fp16"})
+    first = replace(found, reading=READING._replace(step=1, loss=math.nan))
+    assert diagnose(first).cause == "bad_init"
+    assert diagnose(replace(first, outcomes={**first.outcomes, "fresh_batch": FINE})).cause == "fp16_overflow"
+
+
+def test_eps_is_not_proposed_for_the_variance_of_one_value():
+    one, several = (diagnose(nonfinite(origin("aten.var", why))) for why in ("variance_of_one", "zero_variance"))
+    assert one.cause == several.cause == "zero_variance_norm"
+    assert ("eps" in one.fix[0], "eps" in several.fix[0]) == (False, True)
+    assert "correction=0" in one.fix[0]
 
 
 def test_an_fp16_cast_in_the_models_code_is_not_fixed_by_another_precision():
@@ -128,11 +143,81 @@ def test_the_batch_is_to_blame_if_another_is_normal():
     assert diagnose(replace(SPIKE, outcomes={**SPIKE.outcomes, "fresh_batch": FINE})).cause == "bad_batch"
 
 
+@pytest.mark.parametrize("fix", ["join the masks", "scale the inputs"])
+def test_an_operation_that_another_batch_does_not_reach_is_the_cause_and_the_samples_are_evidence(fix):
+    """Two masks of the lowest number overflow for a padded row only; so does a power of a large score."""
+    lowest = torch.finfo(torch.float32).max
+    read = (Values((2, 2), "float32", lowest), Values((2, 2), "float32", lowest if fix == "join the masks" else 1.0))
+    found = replace(origin("aten.add", "overflow"), inputs=read)
+    evidence = replace(nonfinite(found), culprits=Culprits([2], True, 6))
+    evidence = replace(evidence, outcomes={**evidence.outcomes, "fresh_batch": FINE})
+    about = diagnose(evidence)
+    assert (about.cause, about.confidence) == ("unsafe_op", 0.8)
+    assert fix in about.fix[0]
+    assert not any("optimizer.lr" in each for each in about.fix), "the weights are normal"
+    assert any("[2]" in line for line in about.evidence)
+    assert [each.cause for each in about.also] == ["bad_batch"]
+    outlier = replace(evidence, largest_input=LargestInput({"index": 2}, 1e9, 1.0))
+    assert diagnose(outlier).cause == "bad_batch", "the data are out of their own range"
+
+
+def test_two_masks_that_overflow_fp16_are_joined():
+    lowest = Values((2, 2), "float16", 65504.0)
+    found = replace(origin("aten.add", "overflow", "float16", 131008.0), inputs=(lowest, lowest))
+    about = diagnose(nonfinite(found, fp32=FINE, choices={"precision": "fp16"}))
+    assert about.cause == "fp16_overflow"
+    assert "join the masks" in about.fix[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "who", "fix"),
+    [
+        ((9e4, 8e4, 7e4), "all 3 samples of the batch are", "check the scaling (normalisation) of the data: all 3"),
+        ((9e4, 8e4, 1.0), "2 of 3 samples of the batch are", "check the scaling (normalisation) of the data: 2 of 3"),
+        ((9e4, 1.0, 1.0), "sample 0 of the batch holds a value of 9e+04;", "clean sample 0 of the batch"),
+        ((9e4,), "sample 0 of the batch holds a value of 9e+04;", "clean sample 0 of the batch"),
+    ],
+)
+def test_a_batch_whose_samples_are_all_too_large_is_told_from_one_bad_sample(sizes, who, fix):
+    outcomes = {**SPIKE.outcomes, "fresh_batch": FINE}
+    found = diagnose(replace(SPIKE, outcomes=outcomes, largest_input=largest_value(sizes, 2.0)))
+    assert found.cause == "bad_batch"
+    assert found.verdict.startswith(who)
+    assert found.verdict.endswith("the largest in another batch is 2")
+    assert found.fix[0].startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("what", "step", "cause"),
+    [
+        ("parameter", 1, "uninitialised"),
+        ("buffer", 1, "uninitialised"),
+        ("exp_avg", 1, "corrupt_state"),
+        ("parameter", 2, "corrupt_state"),
+    ],
+)
+def test_weights_that_are_not_finite_before_any_update_were_never_initialised(what, step, cause):
+    damage = [Damage(what, "head.bias", "3 of 3 values are not finite")]
+    found = diagnose(replace(nonfinite(origin()), damage=damage, reading=READING._replace(step=step, loss=math.nan)))
+    assert (found.cause, found.also) == (cause, [])
+    assert ("initialise head.bias" in found.fix[0]) is (cause == "uninitialised")
+
+
 def test_first_steps_are_the_inits_fault_only_if_the_first_state_fails_too():
     early = replace(nonfinite(origin()), reading=READING._replace(step=2, loss=math.nan))
     assert diagnose(early).cause == "bad_init"
     learnt = replace(early, outcomes={**early.outcomes, "older_state": FINE}, drift=replace(CALM, share=5.0))
     assert diagnose(learnt).cause == "lr_too_high"
+
+
+@pytest.mark.parametrize(
+    ("size", "step", "cause"), [(1e28, 1, "bad_init"), (1e28, 4, "unsafe_op"), (3.0, 1, "unsafe_op")]
+)
+def test_a_buffer_of_huge_values_in_the_first_steps_is_the_inits_fault(size, step, cause):
+    """BatchNorm's statistics hold what the weights before it have made."""
+    found = replace(origin("aten.native_batch_norm", "buffer"), inputs=(Values((2, 2), "float32", size),))
+    reading = READING._replace(step=step, buffers=math.inf)
+    assert diagnose(replace(nonfinite(found), reading=reading)).cause == cause
 
 
 def test_a_scale_at_its_floor_has_collapsed_only_where_fp32_is_finite():
@@ -177,7 +262,14 @@ def test_an_operation_no_rule_knows_is_unsafe_if_it_has_no_result_for_ordinary_v
 def test_only_a_mean_over_targets_blames_the_labels():
     for op, cause in (("aten.nll_loss_forward", "bad_label"), ("aten.mean", "unsafe_op")):
         found = diagnose(nonfinite(origin(op, "mean_of_nothing")))
-        assert (found.cause, found.fix) == (cause, ["model.py:7: divide by max(n, 1)"])
+        assert (found.cause, found.fix) == (cause, ["model.py:7: sum the items and divide by max(n, 1)"])
+
+
+def test_a_mean_over_the_targets_of_an_empty_batch_is_not_blamed_on_ignored_labels():
+    empty = replace(origin("aten.nll_loss_forward", "mean_of_nothing"), inputs=(Values((0, 3), "float32", 0.0),))
+    found = diagnose(nonfinite(empty))
+    assert found.cause == "bad_label"
+    assert "skip an empty batch" in found.fix[0]
 
 
 @pytest.mark.parametrize("why", ["division_by_zero", "exp_overflow", "zero_variance"])

@@ -7,6 +7,7 @@ import pytest
 from stabletrain.forensics.diagnosis.evidence import LR_TOO_HIGH
 from stabletrain.forensics.diagnosis.wording import (
     faster_second_moment,
+    how_to_change,
     larger_loss_scale,
     logit_bounds,
     lower_lr,
@@ -134,6 +135,16 @@ def test_stable_adamw_or_a_smaller_beta2_is_proposed_against_stale_moments(optim
 def test_rollback_and_zclip_are_proposed_against_a_bad_batch_if_not_in_use():
     assert tolerate_batch(run({"guard": "skip", "clipping": "norm"})) == ["guard=rollback", "clipping=zclip"]
     assert tolerate_batch(run({"guard": "rollback", "clipping": "zclip"})) == []
+    assert tolerate_batch(replace(run({"guard": "skip", "clipping": "norm"}), kind="nonfinite")) == ["guard=rollback"]
+
+
+@pytest.mark.parametrize(
+    ("direction", "node", "inside"),
+    [("backward", "SqrtBackward0", True), ("backward", "DivBackward0", False), ("forward", "", False)],
+)
+def test_eps_goes_inside_a_root_whose_derivative_divides_by_0(direction, node, inside):
+    found = replace(origin(why="zero_over_zero", direction=direction), node=node)
+    assert ("add eps inside the root" in how_to_change(found)) is inside
 
 
 def test_every_proposed_option_exists():

@@ -17,6 +17,9 @@ def t(*values):
     return torch.tensor(values, dtype=F64)
 
 
+CTC = torch.full((2, 2, 3), 1 / 3, dtype=F64).log()
+"""Log-probabilities of 2 frames, 2 samples and 3 letters."""
+
 UNDEFINED = {
     "log 0": (aten.log.default, (t(0.0, 1.0),), "log_of_zero", "log of 0 (1 of 2 values)"),
     "log -": (aten.log2.default, (t(-3.0, 0.0),), "log_of_negative",
@@ -58,6 +61,17 @@ UNDEFINED = {
     "targets ignored": (aten.nll_loss_forward.default,
                         (torch.zeros(2, 3, dtype=F64), torch.tensor([-100, -100]), None, 1, -100), "mean_of_nothing",
                         "mean over 0 targets, all 2 are ignored: 0 / 0"),
+    "no targets": (aten.nll_loss_forward.default,
+                   (torch.zeros(0, 3, dtype=F64), torch.zeros(0, dtype=torch.long), None, 1, -100), "mean_of_nothing",
+                   "mean over 0 targets, because the batch is empty: 0 / 0"),
+    "error of nothing": (aten.mse_loss.default, (torch.zeros(0, 3, dtype=F64), torch.zeros(0, 3, dtype=F64)),
+                         "mean_of_nothing", "mean of an empty tensor, shape [0, 3]: 0 / 0"),
+    "letters without frames": (aten._ctc_loss.default, (CTC, torch.tensor([[1, 2], [1, 1]]), [2, 2], [2, 2], 0),
+                               "too_few_frames", "sample 1 has 2 frames, and its 2 letters need 3, so the loss is "
+                               "infinite (1 of 2 samples)"),
+    "letters in a row": (aten._ctc_loss.Tensor, (CTC, torch.tensor([1, 2, 1]), torch.tensor([2, 1]),
+                         torch.tensor([1, 2]), 0), "too_few_frames", "sample 1 has 1 frames, and its 2 letters need 2, "
+                         "so the loss is infinite (1 of 2 samples)"),
     "norm without eps": (aten.native_layer_norm.default, (t(5.0, 5.0), [2], None, None, 0.0), "zero_variance",
                          "the variance is 0 and eps is only 0: 1 / sqrt(0)"),
     "weight of norm 0": (aten._weight_norm_interface.default,
@@ -88,6 +102,7 @@ HARMLESS = {
     "softmax": (aten._softmax.default, (t(-INF, 0.0), 0, False)),
     "mean": (aten.mean.default, (t(1.0),)),
     "targets": (aten.nll_loss_forward.default, (torch.zeros(1, 3, dtype=F64), torch.tensor([0]), None, 1, -100)),
+    "letters": (aten._ctc_loss.default, (CTC, torch.tensor([[1, 2], [1, 1]]), [2, 2], [2, 1], 0)),
     "norm": (aten.native_layer_norm.default, (t(5.0, 5.0), [2], None, None, 1e-5)),
     "mul": (aten.mul.Tensor, (t(0.0), t(1.0))),
     "sub": (aten.sub.Tensor, (t(1.0), t(1.0))),

@@ -160,10 +160,75 @@ def test_reasons_contain_the_numbers():
     assert find_origin(traced(faulty.LogOfZero())).reason == "log of 0 (12 of 12 values)"
     assert find_origin(traced(faulty.DivisionInPlace())).reason == "division by 0 (12 of 12 values)"
     row = find_origin(traced(faulty.MaskedRow())).reason
-    assert row.startswith("every entry of a row is -Inf (1 of 4 rows): inf - inf; the Inf was written as a constant by")
-    assert "aten.masked_fill" in row
+    assert row.startswith("every entry of a row is -Inf (1 of 4 rows): inf - inf; aten.masked_fill at")
     assert find_origin(traced(faulty.MaskedByABuffer())).reason.endswith("the Inf was there before the step began")
     assert find_origin(traced(faulty.RootBackward())).reason.endswith("in the backward of sqrt")
+
+
+def fill(scores, mask):
+    return scores.masked_fill(mask, -math.inf)
+
+
+def fill_(scores, mask):
+    return scores.clone().masked_fill_(mask, -math.inf)
+
+
+def choose(scores, mask):
+    return torch.where(mask, torch.full_like(scores, -math.inf), scores)
+
+
+def add(scores, mask):
+    return scores + torch.zeros(mask.shape).masked_fill(mask, -math.inf)
+
+
+def write(scores, mask):
+    scores = scores.clone()
+    scores[mask] = -math.inf
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("how", "op"),
+    [(fill, "masked_fill"), (fill_, "masked_fill_"), (choose, "where"), (add, "add"), (write, "index_put_")],
+)
+def test_of_several_masks_the_one_that_completes_a_row_is_named(how, op):
+    causal = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    padding = torch.zeros(3, 3, dtype=torch.bool)
+    padding[:, 0] = True
+    model = Around(nn.Identity())
+    with Trace(model) as trace:
+        queries = model(torch.randn(3, 3))
+        scores = how(queries @ queries.T, causal)
+        (how(scores, padding) * 2.0).softmax(-1).sum().backward()
+    origin = find_origin(trace)
+    assert origin.reason.startswith(f"every entry of a row is -Inf (1 of 3 rows): inf - inf; aten.{op} at {__file__}:")
+    writes = [record.index for record in trace.records if record.op == f"aten.{op}" and record.direction == "forward"]
+    assert trace.filled[origin.index] == writes[-1]
+    assert len(writes) > 1
+
+
+def masked_mean(values, mask):
+    return (values * mask).sum() / mask.sum()
+
+
+def projection(values, mask):
+    return (values * mask.float()).sum() / (mask.float() * mask.float()).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (masked_mean, "mean_of_nothing"),
+        (lambda values, mask: masked_mean(values, mask.float()), "mean_of_nothing"),
+        (lambda values, mask: ((values * mask).sum(1, True) / mask.sum(1, True).float()).sum(), "mean_of_nothing"),
+        (projection, "zero_over_zero"),
+    ],
+)
+def test_a_mean_over_a_mask_of_nothing_is_told_from_any_other_0_over_0(loss, why):
+    model = Around(nn.Identity())
+    with Trace(model) as trace:
+        loss(model(torch.randn(4, 3)), torch.zeros(4, 2, dtype=torch.bool)).backward()
+    assert (find_origin(trace).op, find_origin(trace).why) == ("aten.div", why)
 
 
 def test_the_loss_scale_overflows_in_backward():
