@@ -218,12 +218,13 @@ class LoopGuard:
         return reading
 
     def _note_other_guards(self) -> None:
-        """Couples the guard if another one has taken steps between two of its own (`policy/skip.py`)."""
+        """Couples the guard if another one has taken steps between two of its own (`policy/high_norms.py`)."""
         steps, newest = self._loop.steps, LoopGuard._newest and LoopGuard._newest()
         if newest not in (None, self) and steps:
             self._alternated_at = steps
         LoopGuard._newest = ref(self)
-        self._loop.policy.coupled = self._alternated_at is not None and steps - self._alternated_at < COUPLED_FOR
+        alternated = self._alternated_at is not None and steps - self._alternated_at < COUPLED_FOR
+        self._loop.policy.high_norms.coupled = alternated
 
     def _follow(self, begun: BegunStep, reading: Reading) -> None:
         """Gets the verdict on a step whose update was applied or held, and follows it."""

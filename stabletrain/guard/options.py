@@ -12,6 +12,7 @@ from stabletrain.guard.checks.recheck import recheck_every as recheck_of
 from stabletrain.guard.checks.update_check import NoUpdateCheck
 from stabletrain.guard.loop_states import Loader
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
+from stabletrain.guard.policy.high_norms import HighNorms
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.loop import GradScaled, precision_of_loop
 
@@ -36,6 +37,7 @@ def make_policy(
         raise ConfigError(f"Guard(recheck_every={recheck_every}) is below 0: 250 is usual, 0 repeats nothing")
     made = copy.deepcopy(policy) if policy is not None else (RollbackGuard if rollback else SkipGuard)(slow=slow)
     made.lone_loss_is_spike = False  # nothing is known about the loop's loss
+    made.high_norms = HighNorms()
     made.check_state_every(checksum_every)
     made.recheck = recheck_of(recheck_every)
     if not check_update:

@@ -84,3 +84,16 @@ def test_each_coupled_guard_of_three_sees_the_others():
         for each in found:
             take_step(*each)
     assert all(take_step(*each, factor=500.0) for each in found)
+
+
+def test_a_loaded_state_is_not_coupled_by_steps_from_before():
+    first, second = guards()
+    for _ in range(4):
+        take_step(*first)
+        take_step(*second)
+    first[0].load_state_dict(guards(count=1)[0][0].state_dict())
+    del second
+    gc.collect()
+    for _ in range(5):
+        take_step(*first)
+    assert not take_step(*first, factor=500.0)

@@ -48,9 +48,6 @@ LARGEST_NORM = 1e18
 A larger one can carry the second moment of Adam beyond fp32 in a few updates (`stability/optimizers/closed.py`).
 """
 
-COUPLED = 1000.0
-"""Multiple of the recent gradient norms from which a spike of coupled optimizers is skipped (`skip.py`)."""
-
 SMALLEST = 1e-30
 """Lower bound of a value before its logarithm is taken."""
 

@@ -8,13 +8,7 @@ spike (`lone_loss_is_spike`). A step is a spike if
     the gradient norm is above its limit, or
     the loss is above its limit, half a window of steps was applied, and the norm is above half of its limit
 
-A high norm that persists in a user's loop is no spike either. If `PERSISTENT` steps in a row are skipped for their
-gradient norm alone, and the norms agree, they are the new level: the batches differed and the weights did not change,
-so these weights have such gradients. A rollback is not tried first, because the loss shows no damage.
-
-Guards whose steps alternate, such as those of a GAN's two networks, are coupled. If one network is held, the other one
-trains against a network that stands still, and the gradients grow further. A finite spike of a coupled guard is
-therefore applied, with an alarm. It is skipped only above `COUPLED` times the recent level of the norm (`limits.py`).
+`high_norms.py` has the exceptions.
 """
 
 import math
@@ -29,7 +23,8 @@ from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.recheck import recheck_every
 from stabletrain.guard.checks.state_check import UNKNOWN, NoStateCheck, StateCheck
 from stabletrain.guard.checks.update_check import NoUpdateCheck, UpdateCheck
-from stabletrain.guard.policy.limits import COUPLED, KINDS, LARGEST_NORM, UPDATE_DIFFERS, Limits, kind_and_reason
+from stabletrain.guard.policy.high_norms import NoHighNorms
+from stabletrain.guard.policy.limits import KINDS, UPDATE_DIFFERS, Limits, kind_and_reason
 from stabletrain.guard.policy.machine_faults import RetryingGuard
 from stabletrain.guard.policy.slow import Divergence, NoDivergence, NoSlowSpikes, slow_spikes
 from stabletrain.monitors.rolling import Alarm
@@ -43,12 +38,6 @@ MOST_BAD_UPDATES = 3
 
 NORM_SHARE = 0.5
 """If a high loss alone is no spike, it is one together with a gradient norm above this share of its limit."""
-
-PERSISTENT = 5
-"""Number of skips in a row after which a user's loop accepts a high gradient norm."""
-
-AGREEMENT = 2.0
-"""Norms agree if the largest is at most this multiple of the smallest."""
 
 
 @dataclass
@@ -70,7 +59,7 @@ class SkipGuard(RetryingGuard):
         whatif_steps: number of steps that the fixes may train, together and in the whole run.
         skips: number of skipped steps by kind.
         lone_loss_is_spike: whether a high loss alone is a spike; False in a user's loop.
-        coupled: whether steps of another guard alternate with this one's.
+        high_norms: high gradient norms that are accepted in a user's loop.
         state_check: compares the state with what the last update left.
         limits, slow_spikes, divergence: the statistics of applied steps.
     """
@@ -87,16 +76,11 @@ class SkipGuard(RetryingGuard):
     whatif_steps: int = 4000
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     lone_loss_is_spike: bool = field(init=False, repr=False, default=True)
+    high_norms: NoHighNorms = field(init=False, repr=False, default_factory=NoHighNorms)
     limits: Limits = field(init=False, repr=False)
     slow_spikes: NoSlowSpikes = field(init=False, repr=False)
     divergence: NoDivergence = field(init=False, repr=False)
-    coupled: bool = field(init=False, repr=False, default=False)
     _alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
-    _norm_alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
-    _high_norms: list[float] = field(init=False, repr=False, default_factory=list)
-    """Norms of the newest steps in a row that were skipped for the gradient norm alone."""
-    _in_spike: bool = field(init=False, repr=False, default=False)
-    """Whether the newest applied step was a spike of a coupled guard."""
     _incident: Any = field(init=False, repr=False, default=None)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm")
@@ -168,8 +152,8 @@ class SkipGuard(RetryingGuard):
         # skipped does not count as healthy.
         self.consecutive = self.bad_updates = 0
         self.trouble = max(self.trouble - 1, 0)
-        self._high_norms.clear()
-        self._alarm_if_spike(reading)
+        high_loss = reading.loss > self.bounds[0] and reading.grad_norm > NORM_SHARE * self.limits.norm.value
+        self.high_norms.note_applied(reading, self.limits, high_loss or reading.grad_norm > self.limits.norm.value)
         # Only applied steps enter the statistics: a spike must not raise the limit that has just stopped it.
         self.limits.add(reading)
         self.recheck.learn(reading)
@@ -189,8 +173,7 @@ class SkipGuard(RetryingGuard):
         differs = bool(self.recheck.differing_part(reading)) or math.isinf(reading.recheck)
         self.kind, self.reason = kind_and_reason(reading, self.limits, gradient_differs=differs)
         self.skips[self.kind] += 1
-        if self.kind not in ("spike", "overflow"):
-            self._high_norms.clear()
+        accepted = self.high_norms.accept(self.kind, reading, self.limits)
         if self.kind == "state":  # the weights are damaged: no later step can be right
             return self.on_machine_fault(reading.step, self.reason, damaged=True)
         if self.kind == "overflow":  # routine calibration: neither trouble nor a consecutive skip
@@ -200,44 +183,9 @@ class SkipGuard(RetryingGuard):
             return self._judge_bad_update()
         if self.kind not in ("bad_data", "recheck"):  # these say nothing about the weights
             self.trouble += 1
-        if self.kind == "spike" and self._norm_persists(reading):
-            self._accept_norm()
+        if accepted:  # these skips were no trouble
+            self.consecutive, self.trouble = 0, max(self.trouble - accepted, 0)
         return self._skip_or_halt()
-
-    def _norm_persists(self, reading: Reading) -> bool:
-        """Whether the newest skips show a new level of the gradient norm, and nothing else."""
-        norm, high = reading.grad_norm, self._high_norms
-        if self.lone_loss_is_spike or reading.loss > self.limits.loss.value or norm > LARGEST_NORM:
-            high.clear()
-            return False
-        high[:] = [*high, norm][-PERSISTENT:]
-        return len(high) == PERSISTENT and max(high) <= AGREEMENT * min(high)
-
-    def _accept_norm(self) -> None:
-        """Adds the norms of the newest skips to the window; these skips are no trouble."""
-        text = (
-            f"gradient norms above {self.limits.norm.value:.4g} in {PERSISTENT} steps in a row, the last one "
-            f"{self._high_norms[-1]:.4g}, while the loss is within its limit: accepted as the new level, and updates "
-            "are applied again. fix: if the loss rises now, lower the learning rate"
-        )
-        self._norm_alarms.append(Alarm("norm_level", text))
-        for norm in self._high_norms:
-            self.limits.norm.add(norm)
-        self._high_norms.clear()
-        self.consecutive, self.trouble = 0, max(self.trouble - PERSISTENT, 0)
-
-    def _alarm_if_spike(self, reading: Reading) -> None:
-        """Raises an alarm at the first of several spikes in a row that a coupled guard applies."""
-        loss_limit, norm_limit = self.bounds[0], self.limits.norm.value
-        high_loss = reading.loss > loss_limit and reading.grad_norm > NORM_SHARE * norm_limit
-        spike = self.coupled and (high_loss or reading.grad_norm > norm_limit)
-        if spike and not self._in_spike:
-            text = (
-                f"{self.limits.exceeded(reading)}: applied, because another guard's steps alternate with these, and "
-                "skips would drive the two networks apart. fix: if it goes on, lower both learning rates"
-            )
-            self._norm_alarms.append(Alarm("coupled_spike", text))
-        self._in_spike = spike
 
     def _judge_bad_update(self) -> Verdict:
         """Returns the verdict on an update that was not finite, and was undone."""
@@ -272,7 +220,7 @@ class SkipGuard(RetryingGuard):
 
     def new_alarms(self) -> list[Alarm]:
         """Returns the slow spikes found since the last call, and in a user's loop alarms of the gradient norm."""
-        found, self._alarms, self._norm_alarms = self._norm_alarms + self._alarms, [], []
+        found, self._alarms = self._alarms + self.high_norms.new_alarms(), []
         return found
 
     def reset_for_new_settings(self, loss: float | None) -> None:
@@ -294,9 +242,8 @@ class SkipGuard(RetryingGuard):
     @property
     def bounds(self) -> tuple[float, float]:
         """Limits of loss and gradient norm; none for the loss in a cold window, if a high loss alone is no spike."""
-        loss, norm = self.limits.loss, self.limits.norm
-        norm_limit = norm.widened(COUPLED) if self.coupled else norm.value
-        return (loss.value if self.lone_loss_is_spike or loss.warm else LARGEST), norm_limit
+        loss = self.limits.loss
+        return (loss.value if self.lone_loss_is_spike or loss.warm else LARGEST), self.high_norms.limit(self.limits)
 
     @property
     def note(self) -> str:
@@ -331,7 +278,8 @@ class SkipGuard(RetryingGuard):
     def load_state_dict(self, state: dict) -> None:
         """Restores counts and windows; what the checkpoint of another kind of guard lacks is reset."""
         super().load_state_dict(state)
-        self._alarms, self._norm_alarms, self._high_norms, self._in_spike = [], [], [], False
+        self._alarms = []
+        self.high_norms.reset()
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
         else:

@@ -6,8 +6,8 @@ import pytest
 
 from stabletrain.guard.options import make_policy
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
-from stabletrain.guard.policy.limits import COUPLED, NORM, Limit
-from stabletrain.guard.policy.skip import PERSISTENT
+from stabletrain.guard.policy.high_norms import COUPLED, PERSISTENT
+from stabletrain.guard.policy.limits import NORM, Limit
 from stabletrain.records import Verdict
 from tests.guard.policy.given import feed, reading
 
@@ -146,7 +146,7 @@ def test_the_guard_of_a_run_of_train_py_accepts_no_level():
 
 def coupled_after(steps, **options):
     made = policy_after(steps, **options)
-    made.coupled = True
+    made.high_norms.coupled = True
     return made
 
 
