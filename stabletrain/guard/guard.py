@@ -6,6 +6,13 @@
 
 A step runs forward and backward, judges loss and gradients, clips, and applies the update, or changes nothing at all.
 Its verdict is known before it returns, which takes one host read: on CUDA the host waits for the backward pass.
+
+Several networks that train together, such as those of a GAN, have a guard each:
+
+    guard_g, guard_d = Guard(generator, optimizer_g), Guard(discriminator, optimizer_d)
+
+Guards whose steps alternate are coupled, from their third step on: a finite spike is applied with an alarm, because
+skips would drive the two networks apart. NaN, Inf, and a gradient norm above 1000 times the recent ones are withheld.
 """
 
 from collections.abc import Callable
@@ -31,7 +38,8 @@ class Guard(LoopGuard):
         last: the reading of the last step (`records.py`); None before the first. `last.applied` says whether the
             update was applied: call `lr_scheduler.step()` only then.
         updates: whether the guard runs the optimizer's step; an attached loop does so itself.
-        alarms: the slow spikes found so far; each is also printed.
+        alarms: the slow spikes found so far, spikes that coupled guards applied (kind `coupled_spike`), and gradient
+            norms that were accepted because they persisted (`norm_level`); each is also printed.
         rolled_back: number of steps whose batches the loop is to pass over, because the last step rolled back; else 0.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -106,6 +106,9 @@ class LoopStep(ReadStep):
         return sums(self.loop.rerun(self.begun, 1.0).run().gradients, self.device)
 
 
+COUPLED_FOR = 100
+"""Number of a guard's steps for which it counts as coupled after a step of another guard."""
+
 _GUARDS: "WeakKeyDictionary[Optimizer, ref[LoopGuard]]" = WeakKeyDictionary()
 """The guard of each optimizer. A newer guard of the same optimizer replaces it."""
 
@@ -122,6 +125,8 @@ class LoopGuard:
 
     loop_type: type[OwnLoop] = OwnLoop
     updates = True
+    _newest: ClassVar["ref[LoopGuard] | None"] = None
+    """The guard of this process that took the newest step."""
 
     def __init__(
         self,
@@ -175,6 +180,7 @@ class LoopGuard:
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None
         self.rolled_back = 0
+        self._alternated_at: int | None = None  # own step before the newest step of another guard
         _GUARDS[loop.optimizer] = ref(self)
         loop.optimizer.register_step_pre_hook(check_caller)
 
@@ -208,8 +214,19 @@ class LoopGuard:
             reading = reading._replace(update=update, weights=weights)
         # Everything that is due every so many steps follows the guard's own count: the loop's may repeat or go back.
         self._shown_step = reading.step if self._next_shown_step is None else self._next_shown_step
-        self._next_shown_step, loop.steps = None, reading.step
+        self._next_shown_step = None
+        self._note_other_guards()
+        loop.steps = reading.step
         return reading
+
+    def _note_other_guards(self) -> None:
+        """Couples the guard if another one has taken steps between two of its own (`policy/high_norms.py`)."""
+        steps, newest = self._loop.steps, LoopGuard._newest and LoopGuard._newest()
+        if newest not in (None, self) and steps:
+            self._alternated_at = steps
+        LoopGuard._newest = ref(self)
+        alternated = self._alternated_at is not None and steps - self._alternated_at < COUPLED_FOR
+        self._loop.policy.high_norms.coupled = alternated
 
     def _follow(self, begun: BegunStep, reading: Reading) -> None:
         """Gets the verdict on a step whose update was applied or held, and follows it."""
@@ -345,7 +362,7 @@ class LoopGuard:
         """Restores them. Snapshots are not part of the state: the next step takes a new one."""
         self._loop.load_state_dict(state)
         self._shown_step, self._incidents.handler.newest = self._loop.steps, state.get("newest_kind", "")
-        self.last, self.rolled_back = None, 0
+        self.last, self.rolled_back, self._alternated_at = None, 0, None
 
 
 def check_caller(optimizer: Optimizer, *arguments: Any) -> None:

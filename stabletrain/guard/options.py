@@ -12,6 +12,7 @@ from stabletrain.guard.checks.recheck import recheck_every as recheck_of
 from stabletrain.guard.checks.update_check import NoUpdateCheck
 from stabletrain.guard.loop_states import Loader
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
+from stabletrain.guard.policy.high_norms import HighNorms
 from stabletrain.guard.policy.slow_loop import loop_slow_spikes
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.loop import GradScaled, precision_of_loop
@@ -40,6 +41,7 @@ def make_policy(
     made.in_own_loop = True
     made.lone_loss_is_spike = False  # nothing is known about the loop's loss
     made.slow_spikes = loop_slow_spikes(made.slow, made.slow_rate, made.slow_modes, loss)
+    made.high_norms = HighNorms()
     made.check_state_every(checksum_every)
     made.recheck = recheck_of(recheck_every)
     if not check_update:

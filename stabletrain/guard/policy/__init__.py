@@ -13,6 +13,7 @@ step, on its reading, and updates the guard's statistics.
 |---|---|
 | off, skip, rollback | the three guards: `NoGuard`, `SkipGuard`, `RollbackGuard` |
 | limits | limits above which the loss, the gradient norm or the inputs are a spike; why a step was skipped |
+| high_norms | high gradient norms that a user's loop accepts: those that persist, and those of coupled guards |
 | machine_faults | takes a step again if memory or arithmetic failed |
 | slow | slow spikes and divergence: changes that no single step shows |
 | retained | steps of the states that a rollback may restore |

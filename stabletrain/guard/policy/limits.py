@@ -10,6 +10,10 @@ A window is cold until it is half full: the fast changes of the first steps stil
 Until then the limit is at most `cold` times the first value (3 for the loss, 100 for the gradient norm), and falls
 towards the recent values as steps are applied (`early_limit`). Skipped steps never enter a window.
 
+The limit of the gradient norm is also at least `recent` times the median of the last 5 applied norms. A spike is a jump
+from the recent level: a norm that grows smoothly, as in the first steps of a GAN, is none, however far it grows. A
+single bad step does not move the median.
+
 A loss can be negative, such as the negative log-likelihood of a density. Multiples of it mean nothing then: the limit
 is mean + sigma std alone, and there is none while the window is cold.
 
@@ -47,6 +51,9 @@ A larger one can carry the second moment of Adam beyond fp32 in a few updates (`
 SMALLEST = 1e-30
 """Lower bound of a value before its logarithm is taken."""
 
+LEVEL = 5
+"""Number of applied steps whose median is the recent level of the gradient norm."""
+
 RECENT = 16
 """Number of recent values from which the limit of a cold window is computed; older values are out of date."""
 
@@ -64,6 +71,7 @@ class LimitFactors:
         cold: multiple of the first value while the window is cold.
         prior: number of steps after which the measured spread counts as much as `cold`; inf: the spread never counts.
         firsts: number of applied steps whose median is used as the first value.
+        recent: multiple of the median of the last `LEVEL` values: the limit is never below.
         largest: upper bound of the limit, whatever the window holds.
     """
 
@@ -72,6 +80,7 @@ class LimitFactors:
     cold: float
     prior: float = math.inf
     firsts: int = 1
+    recent: float = 0.0
     largest: float = LARGEST
 
 
@@ -79,7 +88,7 @@ class LimitFactors:
 # diverge.
 LOSS = LimitFactors(ratio=1.05, share=0.3, cold=3.0, prior=8)
 # Gradient norms are heavy-tailed, and clipping bounds their effect: their limits are wide.
-NORM = LimitFactors(ratio=20.0, share=3.0, cold=100.0, prior=128, largest=LARGEST_NORM)
+NORM = LimitFactors(ratio=20.0, share=3.0, cold=100.0, prior=128, recent=20.0, largest=LARGEST_NORM)
 # Images that are 100 times too bright hardly change the loss behind BatchNorm, but damage its running statistics.
 # The median of the first values keeps one bad first batch from setting the limit.
 INPUTS = LimitFactors(ratio=20.0, share=20.0, cold=20.0, firsts=MINIMUM)
@@ -125,6 +134,11 @@ class Limit:
         """Whether a value was negative, as log-likelihoods of densities are: multiples of it then mean nothing."""
         return any(value < 0 for value in (*self._first, *self._spikes.values))
 
+    def widened(self, recent: float) -> float:
+        """Returns the limit if it is at least this multiple of the recent level, and at most `terms.largest`."""
+        level = median_low(self._spikes.values[-LEVEL:] or [0.0])
+        return min(max(self.value, recent * level), self._terms.largest)
+
     @property
     def size(self) -> float:
         """Limit of the absolute value: the same as `value`, or `LARGEST` if values may be negative."""
@@ -144,6 +158,8 @@ class Limit:
                 early = early_limit(self._spikes.values, self._terms.cold, self._terms.prior, self._spikes.sigma)
                 limit = min(limit, max(early, self._terms.share * first))
         self.value = min(limit, self._terms.largest)
+        if self._terms.recent:
+            self.value = self.widened(self._terms.recent)
 
     def state_dict(self) -> dict:
         """Window and first values, for the checkpoint."""

@@ -7,6 +7,8 @@ spike (`lone_loss_is_spike`). A step is a spike if
 
     the gradient norm is above its limit, or
     the loss is above its limit, half a window of steps was applied, and the norm is above half of its limit
+
+`high_norms.py` has the exceptions.
 """
 
 import math
@@ -21,6 +23,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.recheck import recheck_every
 from stabletrain.guard.checks.state_check import UNKNOWN, NoStateCheck, StateCheck
 from stabletrain.guard.checks.update_check import NoUpdateCheck, UpdateCheck
+from stabletrain.guard.policy.high_norms import NoHighNorms
 from stabletrain.guard.policy.limits import KINDS, UPDATE_DIFFERS, Limits, kind_and_reason
 from stabletrain.guard.policy.machine_faults import RetryingGuard
 from stabletrain.guard.policy.slow import Divergence, NoDivergence, NoSlowSpikes, slow_spikes
@@ -56,6 +59,7 @@ class SkipGuard(RetryingGuard):
         whatif_steps: number of steps that the fixes may train, together and in the whole run.
         skips: number of skipped steps by kind.
         lone_loss_is_spike: whether a high loss alone is a spike; False in a user's loop.
+        high_norms: high gradient norms that are accepted in a user's loop.
         state_check: compares the state with what the last update left.
         limits, slow_spikes, divergence: the statistics of applied steps.
     """
@@ -72,6 +76,7 @@ class SkipGuard(RetryingGuard):
     whatif_steps: int = 4000
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     lone_loss_is_spike: bool = field(init=False, repr=False, default=True)
+    high_norms: NoHighNorms = field(init=False, repr=False, default_factory=NoHighNorms)
     limits: Limits = field(init=False, repr=False)
     slow_spikes: NoSlowSpikes = field(init=False, repr=False)
     divergence: NoDivergence = field(init=False, repr=False)
@@ -147,6 +152,8 @@ class SkipGuard(RetryingGuard):
         # skipped does not count as healthy.
         self.consecutive = self.bad_updates = 0
         self.trouble = max(self.trouble - 1, 0)
+        high_loss = reading.loss > self.bounds[0] and reading.grad_norm > NORM_SHARE * self.limits.norm.value
+        self.high_norms.note_applied(reading, self.limits, high_loss or reading.grad_norm > self.limits.norm.value)
         # Only applied steps enter the statistics: a spike must not raise the limit that has just stopped it.
         self.limits.add(reading)
         self.recheck.learn(reading)
@@ -166,6 +173,7 @@ class SkipGuard(RetryingGuard):
         differs = bool(self.recheck.differing_part(reading)) or math.isinf(reading.recheck)
         self.kind, self.reason = kind_and_reason(reading, self.limits, gradient_differs=differs)
         self.skips[self.kind] += 1
+        accepted = self.high_norms.accept(self.kind, reading, self.limits)
         if self.kind == "state":  # the weights are damaged: no later step can be right
             return self.on_machine_fault(reading.step, self.reason, damaged=True)
         if self.kind == "overflow":  # routine calibration: neither trouble nor a consecutive skip
@@ -175,6 +183,8 @@ class SkipGuard(RetryingGuard):
             return self._judge_bad_update()
         if self.kind not in ("bad_data", "recheck"):  # these say nothing about the weights
             self.trouble += 1
+        if accepted:  # these skips were no trouble
+            self.consecutive, self.trouble = 0, max(self.trouble - accepted, 0)
         return self._skip_or_halt()
 
     def _judge_bad_update(self) -> Verdict:
@@ -209,8 +219,8 @@ class SkipGuard(RetryingGuard):
         return Verdict.APPLY
 
     def new_alarms(self) -> list[Alarm]:
-        """Returns the slow spikes found since the last call."""
-        found, self._alarms = self._alarms, []
+        """Returns the slow spikes found since the last call, and in a user's loop alarms of the gradient norm."""
+        found, self._alarms = self._alarms + self.high_norms.new_alarms(), []
         return found
 
     def reset_for_new_settings(self, loss: float | None) -> None:
@@ -232,8 +242,8 @@ class SkipGuard(RetryingGuard):
     @property
     def bounds(self) -> tuple[float, float]:
         """Limits of loss and gradient norm; none for the loss in a cold window, if a high loss alone is no spike."""
-        loss, norm = self.limits.loss, self.limits.norm
-        return (loss.value if self.lone_loss_is_spike or loss.warm else LARGEST), norm.value
+        loss = self.limits.loss
+        return (loss.value if self.lone_loss_is_spike or loss.warm else LARGEST), self.high_norms.limit(self.limits)
 
     @property
     def note(self) -> str:
@@ -269,6 +279,7 @@ class SkipGuard(RetryingGuard):
         """Restores counts and windows; what the checkpoint of another kind of guard lacks is reset."""
         super().load_state_dict(state)
         self._alarms = []
+        self.high_norms.reset()
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
         else:

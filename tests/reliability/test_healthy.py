@@ -1,0 +1,25 @@
+"""Healthy programs: no guard withholds a step. The table: `python -m tests.reliability.healthy`."""
+
+import pytest
+
+from tests.reliability.healthy.run import PROGRAMS, run
+
+SHORT = {"wgan": 240, "gan": 60, "reinforce": 60}
+"""Steps of the fast tier."""
+
+HEAVY_TAILS = {"autoencoder": 1}
+"""Withheld steps of programs whose data have outliers: a batch whose loss and gradient norm jump is a spike."""
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_no_step_of_a_short_healthy_program_is_withheld(name):
+    found = run(name, SHORT[name])
+    assert (found.withheld, found.halted, found.steps) == (0, "", SHORT[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_step_of_a_healthy_program_is_withheld(name):
+    found = run(name, 600)
+    assert found.withheld <= HEAVY_TAILS.get(name, 0)
+    assert (found.halted, found.steps) == ("", 600)
