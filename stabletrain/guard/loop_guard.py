@@ -225,8 +225,10 @@ class LoopGuard:
         if newest not in (None, self) and steps:
             self._alternated_at = steps
         LoopGuard._newest = ref(self)
-        alternated = self._alternated_at is not None and steps - self._alternated_at < COUPLED_FOR
-        self._loop.policy.high_norms.coupled = alternated
+        policy = self._loop.policy
+        policy.high_norms.coupled = self._alternated_at is not None and steps - self._alternated_at < COUPLED_FOR
+        if policy.high_norms.coupled:
+            policy.slow_spikes.ignore_trends()  # this network's loss follows the other one
 
     def _follow(self, begun: BegunStep, reading: Reading) -> None:
         """Gets the verdict on a step whose update was applied or held, and follows it."""

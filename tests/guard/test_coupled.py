@@ -47,6 +47,19 @@ def test_guards_whose_steps_alternate_apply_a_spike_with_an_alarm(attached):
         assert not take_step(*each, factor=float("nan"), attached=attached)
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_the_loss_of_a_coupled_guard_has_no_trend(coupled):
+    """A loss that rises because the other network learns, as in a GAN."""
+    first, second = guards()
+    generator = torch.Generator().manual_seed(0)
+    for step in range(300):
+        level = 10.0 + 0.1 * float(torch.randn((), generator=generator)) + 3.0 * (step > 200)
+        first[0].step(lambda x, level=level: level + 0.0 * first[1](x).sum(), batch=torch.ones(1, 2))
+        if coupled:
+            take_step(*second)
+    assert [alarm.kind for alarm in first[0].alarms] == ([] if coupled else ["slow_loss"])
+
+
 def test_a_guard_alone_and_one_trained_after_another_are_not_coupled():
     first, second = guards()
     for _ in range(5):

@@ -81,6 +81,9 @@ class NoSlowSpikes:
         """Returns no alarm."""
         return []
 
+    def ignore_trends(self) -> None:
+        """Judges no trend of a user's loop from now on."""
+
     def state_dict(self) -> dict[str, Any]:
         """Returns nothing."""
         return {}

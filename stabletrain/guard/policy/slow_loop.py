@@ -56,7 +56,7 @@ class LoopSlowSpikes(SlowSpikes):
         self._measured, self._changes_weights = 0, False
 
     def ignore_trends(self) -> None:
-        """Judges no trend from now on: the loss is not one that falls."""
+        """Judges no trend from now on: the loss is not one that falls, or other networks move it."""
         self._minimized = False
         self._forget_trends()
 
