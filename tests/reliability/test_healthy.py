@@ -1,4 +1,4 @@
-"""Healthy programs: no guard withholds a step. The table: `python -m tests.reliability.healthy`."""
+"""Healthy programs: no guard withholds a step or raises an alarm. The table: `python -m tests.reliability.healthy`."""
 
 import pytest
 
@@ -14,7 +14,7 @@ HEAVY_TAILS = {"autoencoder": 1}
 @pytest.mark.parametrize("name", SHORT)
 def test_no_step_of_a_short_healthy_program_is_withheld(name):
     found = run(name, SHORT[name])
-    assert (found.withheld, found.halted, found.steps) == (0, "", SHORT[name])
+    assert (found.withheld, found.halted, found.steps, {**found.alarms}) == (0, "", SHORT[name], {})
 
 
 @pytest.mark.slow
@@ -22,4 +22,4 @@ def test_no_step_of_a_short_healthy_program_is_withheld(name):
 def test_no_step_of_a_healthy_program_is_withheld(name):
     found = run(name, 600)
     assert found.withheld <= HEAVY_TAILS.get(name, 0)
-    assert (found.halted, found.steps) == ("", 600)
+    assert (found.halted, found.steps, {**found.alarms}) == ("", 600, {})
