@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,12 +66,14 @@ class Incidents:
         if not self._left or self._ranks.distributed or isinstance(error, torch.OutOfMemoryError):
             return
         self._left -= 1
-        if bad := bad_samples(rerun.begun.micro_batches, ()):
-            self._tracker.note(f"before this {type(error).__name__}, {describe(bad)}")
-            return
+        bad: list[dict[str, Any]] = []
         tracing = Trace(rerun.model)
-        with contextlib.suppress(Exception):
-            rerun.run(backward=False, watched_by=tracing)
+        with contextlib.suppress(Exception):  # a batch that cannot be read must not hide the user's error
+            bad = bad_samples(rerun.begun.micro_batches, ())
+            if not bad:
+                rerun.run(backward=False, watched_by=tracing)
+        if bad:
+            self._tracker.note(f"before this {type(error).__name__}, {describe(bad)}")
         if not tracing.accidents:
             return
         first = tracing.accidents[0]

@@ -118,17 +118,22 @@ def test_where_nothing_could_be_written_it_says_so_at_the_end(tmp_path, monkeypa
     assert NoCheckpoints().unsaved() is None
 
 
-def test_what_cannot_be_removed_is_said_once_and_does_no_harm(tmp_path, monkeypatch, capfd):
-    run = Run(tmp_path)
-    run.save(10)
+def keep_from_renaming(monkeypatch, name):
+    """A folder of that name is busy: nothing can rename or delete it."""
     rename = Path.rename
 
     def kept(path, target):
-        if path.name == "step-00000010":
+        if path.name == name:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", kept)
+
+
+def test_what_cannot_be_removed_is_said_once_and_does_no_harm(tmp_path, monkeypatch, capfd):
+    run = Run(tmp_path)
+    run.save(10)
+    keep_from_renaming(monkeypatch, "step-00000010")
     for step in (20, 30, 40, 50):
         run.save(step)
     assert run.steps() == [10, 40, 50]
@@ -149,14 +154,7 @@ def test_the_state_that_the_run_is_at_stays_beside_a_later_healthy_one(tmp_path)
 def test_what_a_rollback_made_obsolete_takes_no_other_checkpoints_place(tmp_path, monkeypatch):
     run = Run(tmp_path, keep=1)
     run.save(30)
-    rename = Path.rename
-
-    def kept(path, target):
-        if path.name == "step-00000030":
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", kept)
+    keep_from_renaming(monkeypatch, "step-00000030")
     run.save(20)  # the run is at step 20 again, and cannot delete what it had saved later
     assert run.steps() == [20, 30]
     monkeypatch.undo()

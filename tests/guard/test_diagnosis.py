@@ -418,6 +418,17 @@ def test_an_error_that_a_nan_in_the_batch_has_caused_names_the_batch(tmp_path, c
     assert "before this RuntimeError, sample 1 of the batch: element 0 of the batch holds 1 of 4 values" in caplog.text
 
 
+def test_a_batch_that_cannot_be_read_hides_no_error_of_the_closure(tmp_path):
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+
+    def loss(x):
+        raise ValueError("of the closure")
+
+    with pytest.raises(ValueError, match="of the closure"):
+        guard.step(loss, batch=torch.empty(3, 4, device="meta"))
+
+
 def test_an_autocast_around_the_guard_is_entered_again(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))

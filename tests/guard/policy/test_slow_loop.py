@@ -1,4 +1,4 @@
-"""Slow spikes in a user's own loop: what lasts and cannot be the program's own habit is told, and nothing else."""
+"""Slow spikes in a user's own loop: an alarm only for a change that lasts and that the loop does not make itself."""
 
 import json
 
