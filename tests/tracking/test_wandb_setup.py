@@ -5,7 +5,6 @@ import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -31,13 +30,15 @@ from stabletrain.tracking.wandb_setup import (
         ("multirun/2026-11-21/16-45-39/3", "2026-11-21_16-45-39"),
         ("multirun/2026-11-21/16-45-39/a100/3", "2026-11-21_16-45-39"),
         ("mine/grid/3", "grid"),
-        (f"mine/{'x' * 300}/3", "x" * LONGEST_NAME),
+        (f"mine/{'x' * 250}/3", "x" * LONGEST_NAME),
     ],
     ids=["hydra", "cards", "own", "long"],
 )
-def test_a_sweep_is_known_by_its_folder(folder, sweep):
-    assert sweep_of(Path(folder), sweeping=True) == sweep
-    assert sweep_of(Path(folder), sweeping=False) is None
+def test_a_sweep_is_known_by_its_folder(tmp_path, folder, sweep):
+    folder = tmp_path / folder  # and not in the working folder, which may hold anything
+    folder.mkdir(parents=True)
+    assert sweep_of(folder, sweeping=True) == sweep
+    assert sweep_of(folder, sweeping=False) is None
 
 
 def test_a_job_of_an_array_is_part_of_a_sweep_though_hydra_does_not_know(tmp_path):
