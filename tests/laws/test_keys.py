@@ -16,11 +16,11 @@ from stabletrain.extension import NoPage
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.reliability.ends import CLOCK
 from tests.runs import CONF, composed
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
 OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
-CLOCK = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s", "seconds"}
 
 SMALL = ["steps=4", "batch_size=4", "eval_every=2", "eval_batches=2", "log_every=2", "checkpoint.every=2", "device=cpu"]
 SMALL_GPT = [

@@ -12,11 +12,11 @@ from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import inductor
 from stabletrain.machine.determinism import Off, Seeded, Strict, may_measure, mix
-from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.devices import CARD
 from tests.machine.given import LAYOUTS, POOLINGS
+from tests.reliability.ends import metrics
 from tests.runs import TINY_GPT, TINY_RESNET, command, composed
 
 
@@ -189,8 +189,7 @@ def trained(folder, *overrides):
         job = build(cfg, folder)
         train(job)
     weights = b"".join(v.cpu().contiguous().numpy().tobytes() for v in job.state.model.state_dict().values())
-    clock = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
-    return weights, [{k: v for k, v in m.items() if k not in clock} for m in read_jsonl(folder / "metrics.jsonl")]
+    return weights, metrics(folder)
 
 
 @pytest.mark.slow(unless=lambda model, precision: (model, precision) in (("gpt", "fp32"), ("resnet", "bf16")))
@@ -201,9 +200,9 @@ def test_two_strict_runs_are_bitwise_equal_and_another_seed_is_another_run(tmp_p
     first = trained(tmp_path / "first", *chosen, "seed=1")
     torch.rand(7)
     assert trained(tmp_path / "second", *chosen, "seed=1") == first
-    weights, lines = trained(tmp_path / "third", *chosen, "seed=2")
+    weights, others = trained(tmp_path / "third", *chosen, "seed=2")
     assert weights != first[0]
-    assert [line.get("train/loss") for line in lines] != [line.get("train/loss") for line in first[1]]
+    assert [line.get("train/loss") for line in others] != [line.get("train/loss") for line in first[1]]
 
 
 @pytest.mark.gpu
@@ -211,13 +210,10 @@ def test_two_strict_runs_are_bitwise_equal_and_another_seed_is_another_run(tmp_p
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_two_strict_runs_on_a_card_are_bitwise_equal(tmp_path, model, precision):
-    lines = []
+    logged = []
     for name in ("first", "second"):  # a process each: CUDA must start with the workspace set
         chosen = [*MODELS[model], f"precision={precision}", "device=cuda", *SMALL]
         done = command(*chosen, f"hydra.run.dir={name}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        clock = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
-        lines.append(
-            [{k: v for k, v in m.items() if k not in clock} for m in read_jsonl(tmp_path / name / "metrics.jsonl")]
-        )
-    assert lines[0] == lines[1]
+        logged.append(metrics(tmp_path / name))
+    assert logged[0] == logged[1]

@@ -12,12 +12,11 @@ from stabletrain.checkpoint.tree import flatten
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import alone, performed
 from tests.parallel.worker import of_tensor, perform
-from tests.reliability.ends import everything
+from tests.reliability.ends import everything, metrics
 from tests.runs import TINY_GPT, TINY_RESNET
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beside]
 
-CLOCK = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
 ALWAYS = ["forensics=off", "monitors=none", "log_every=1", "schedule=constant", "warmup=none", "precision=fp32"]
 QUICK = [
     *("guard=rollback", "guard.window=20", "guard.patience=3", "guard.snapshot_every=5", "guard.healthy_after=4"),
@@ -72,10 +71,6 @@ def two(place):
     return performed(place, 2, CASES | RESHARD)
 
 
-def lines(folder):
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_jsonl(folder / "metrics.jsonl")]
-
-
 def events(folder, kind):
     return [event for event in read_jsonl(folder / "events.jsonl") if event["event"] == kind]
 
@@ -98,7 +93,7 @@ def test_killed_and_resumed_equals_never_having_stopped(two, place, kind, name, 
         for field in ("weights", "parts", "val", "step", "tick", "skips", "rollbacks"):
             assert resumed[field] == end[field], field
         assert resumed["states"][str(end["tick"])] == end["states"][str(end["tick"])]
-    assert lines(cut) == lines(whole)
+    assert metrics(cut) == metrics(whole)
     assert saved(cut) == saved(whole)
 
 
@@ -145,7 +140,7 @@ def test_there_is_one_writer(two, place, kind):
     """No line is written twice, and a resumed run appends to what is there."""
     for name in RUNS:
         folder = place / f"{kind}/{name}/whole"
-        ticks = [line["tick"] for line in lines(folder) if "train/loss" in line]
+        ticks = [line["tick"] for line in metrics(folder) if "train/loss" in line]
         again = {event["tick"] for event in events(folder, "restore")}  # these steps were taken again, and logged then
         assert ticks == [tick for tick in range(1, two[0][f"{kind}/{name}/whole"]["tick"] + 1) if tick not in again]
         assert json.loads((folder / "run.json").read_text())["status"] == "finished"

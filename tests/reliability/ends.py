@@ -7,8 +7,8 @@ from safetensors import safe_open
 
 from stabletrain.tracking.metrics import read_jsonl
 
-CLOCK = {"time", "tokens_per_s", "images_per_s", "memory/peak_gb"}
-"""Metrics that differ between two equal runs."""
+CLOCK = {"time", "seconds", "tokens_per_s", "images_per_s", "memory/peak_gb", "throughput/mfu"}
+"""Metrics that differ between two equal runs; the last one is logged on a GPU only."""
 
 
 def everything(checkpoint: Path) -> dict:

@@ -17,6 +17,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from tests.once import once
+from tests.reliability.ends import metrics
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 QUIET = ["report=false", "monitors=none", "forensics=off", "log_every=1", "warmup=none", "schedule=constant"]
@@ -210,11 +211,6 @@ def test_weights_take_the_precision_of_the_run(started, source, precision):
 # ---- resuming
 
 
-def lines(folder):
-    clock = {"time", "tokens_per_s", "memory/peak_gb", "seconds"}
-    return [{k: v for k, v in line.items() if k not in clock} for line in read_jsonl(folder / "metrics.jsonl")]
-
-
 @pytest.mark.slow
 def test_a_resumed_run_does_not_need_its_source(tmp_path, source, text):
     gone = shutil.copytree(source, tmp_path / "gone")
@@ -226,7 +222,7 @@ def test_a_resumed_run_does_not_need_its_source(tmp_path, source, text):
     resumed = stabletrain.train([f"resume={cut}", "steps=8"])
     assert resumed.folder == cut
     assert equal(weights(cut), weights(whole))
-    assert lines(cut) == lines(whole)
+    assert metrics(cut) == metrics(whole)
     assert json.loads((cut / "run.json").read_text())["init_from"] == record
 
 

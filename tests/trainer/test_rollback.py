@@ -12,6 +12,7 @@ from stabletrain.errors import TrainingHalted
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.reliability.ends import metrics
 from tests.runs import TINY_GPT, composed
 from tests.tracking import wandb_file
 
@@ -29,7 +30,6 @@ QUICK = [
     "seed=1",
     "precision=fp32",
 ]
-CLOCK = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
 
 
 class Crash(Exception):
@@ -65,10 +65,6 @@ def trained(folder, *overrides, wrecked=(), factor=1e4, crash_at_tick=None):
             with pytest.raises(Crash):
                 train(job)
     return job
-
-
-def lines(folder):
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_jsonl(folder / "metrics.jsonl")]
 
 
 def events(folder, kind):
@@ -132,19 +128,19 @@ def test_after_a_rollback_the_run_is_the_one_that_never_read_that_data(tmp_path)
 
 @pytest.mark.slow
 def test_the_learning_rate_is_lowered_for_a_while(rolled):
-    rates = {line["step"]: line["lr"] for line in lines(rolled[1]) if "lr" in line and not line.get("rolled_back")}
+    rates = {line["step"]: line["lr"] for line in metrics(rolled[1]) if "lr" in line and not line.get("rolled_back")}
     assert [step for step, lr in rates.items() if lr == 0.001] == [26, 27, 28, 29, 30, 31]
     assert {rates[step] for step in rates if not 26 <= step <= 31} == {0.002}
 
 
 @pytest.mark.slow
 def test_nothing_that_was_measured_is_dropped_and_the_stretch_is_marked(rolled):
-    found = [line for line in lines(rolled[1]) if "train/loss" in line]
+    found = [line for line in metrics(rolled[1]) if "train/loss" in line]
     assert [line["tick"] for line in found] == list(range(1, 61))
     assert [line["step"] for line in found] == [*range(1, 36), *range(26, 51)]
     assert [line["tick"] for line in found if line.get("rolled_back")] == list(range(26, 36))
     assert [line["guard/rollbacks"] for line in found] == [0] * 35 + [1] * 25
-    evaluated = [(line["step"], line.get("rolled_back", False)) for line in lines(rolled[1]) if "val/loss" in line]
+    evaluated = [(line["step"], line.get("rolled_back", False)) for line in metrics(rolled[1]) if "val/loss" in line]
     assert evaluated == [(30, True), (30, False), (50, False)]
 
 
@@ -166,7 +162,7 @@ def test_a_run_that_was_killed_rolls_back_exactly_as_one_that_was_not(saved, tmp
     trained(tmp_path / "cut", *SAVING, wrecked=[32], crash_at_tick=crash_at_tick)
     resumed = trained(tmp_path / "cut", *SAVING, "resume=auto", wrecked=[32])
     assert same(weights(whole), weights(resumed))
-    assert lines(tmp_path / "cut") == lines(folder)
+    assert metrics(tmp_path / "cut") == metrics(folder)
     for name in ("guard", "recent", "clipping", "precision"):
         assert str(whole.saved.parts[name].state_dict()) == str(resumed.saved.parts[name].state_dict()), name
     assert (whole.state.executed_steps, whole.state.skipped) == (resumed.state.executed_steps, resumed.state.skipped)
@@ -194,7 +190,7 @@ def test_a_state_that_is_computed_again_is_the_one_that_was_lost(tmp_path):
     assert [(event["to"], event["loaded"]) for event in events(tmp_path / "whole", "rollback")] == [(20, 20)]
     assert [(event["to"], event["loaded"]) for event in events(tmp_path / "cut", "rollback")] == [(20, 13)]
     assert same(weights(whole), weights(resumed))
-    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     for name in ("guard", "recent", "clipping", "precision"):
         assert str(whole.saved.parts[name].state_dict()) == str(resumed.saved.parts[name].state_dict()), name
     a, b = (find(tmp_path / run / "checkpoints" / "step-00000039").load() for run in ("whole", "cut"))
@@ -296,13 +292,13 @@ def test_a_halt_keeps_what_was_spent(tmp_path):
         trained(tmp_path, "steps=80", "guard.max_rollbacks=1", wrecked=range(42, 1000))
     left = find(tmp_path)
     assert left.load()["parts"]["guard"]["rollbacks"] == 1
-    logged = [line for line in lines(tmp_path) if "train/loss" in line]
+    logged = [line for line in metrics(tmp_path) if "train/loss" in line]
     # The wreck acts on each forward pass of its tick, so its first step comes out otherwise, and is taken again.
     assert left.load()["tick"] == len(logged) + len(events(tmp_path, "restore")) == len(logged) + 1
     assert left.load()["skipped"] == [[35, 47]]
-    before = [line["tick"] for line in lines(tmp_path)]
+    before = [line["tick"] for line in metrics(tmp_path)]
     job = trained(tmp_path, "steps=80", "guard.max_rollbacks=1", "resume=auto")
-    assert [line["tick"] for line in lines(tmp_path)][: len(before)] == before
+    assert [line["tick"] for line in metrics(tmp_path)][: len(before)] == before
     assert job.state.step == 80
 
 
@@ -324,7 +320,7 @@ def test_after_a_restart_a_ruined_checkpoint_is_not_gone_back_to_again_and_again
 def test_a_state_knows_the_evaluation_of_its_own_step(tmp_path):
     """Evaluated, put by and gone back to, all after 25 steps: the best loss is still that one."""
     job = trained(tmp_path, "steps=30", "eval_every=25", "checkpoint.every=25", wrecked=[29], factor=1.0)
-    evaluated = {line["step"]: line["val/loss"] for line in lines(tmp_path) if "val/loss" in line}
+    evaluated = {line["step"]: line["val/loss"] for line in metrics(tmp_path) if "val/loss" in line}
     assert find(tmp_path / "checkpoints" / "step-00000025").val_loss == evaluated[25]
     assert job.saved.snapshots.newest(25)["parts"]["history"]["val_step"] == 25
 
