@@ -1,28 +1,40 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU, in under ten minutes on one H100 or H200: the tests marked gpu (laws 3, 4 and 5, no
+# Runs everything that needs a GPU, as far as it gets in ten minutes on one H100 or H200: the tests marked gpu (laws 3, 4 and 5, no
 # step waits, strict determinism, precisions, NCCL with one rank) and the benchmarks. Ends with three tables: what each
 # part shows and whether it ran; what each test shows, and its verdict; which targets are met, and by which part.
 #
 #   benchmarks/gpu.sh [folder]                  writes to ./gpu-results, or to the given folder
+#   benchmarks/gpu.sh --only tests,fp8 [folder] only these parts
 #   benchmarks/gpu.sh --device cpu [folder]     the same parts with tiny models, only to check that the script runs
 #
 # A part that fails, exceeds its time limit or finds the ten minutes over does not stop the others, but makes the exit
 # code 1. A missed target is reported and is not a failure.
 set -euo pipefail
 
-device=cuda
-if [[ ${1:-} == --device ]]; then
-    device=${2:?gpu.sh: --device needs cpu or cuda}
+device=cuda only=
+while [[ ${1:-} == --device || ${1:-} == --only ]]; do
+    case $1 in
+        --device) device=${2:?gpu.sh: --device needs cpu or cuda} ;;
+        --only) only=${2:?gpu.sh: --only needs names of parts, separated by commas} ;;
+    esac
     shift 2
-fi
+done
 if [[ $device != cpu && $device != cuda ]]; then
     echo "gpu.sh: --device $device is neither cpu nor cuda" >&2
     exit 2
 fi
 if (($# > 1)) || [[ ${1:-} == -* ]]; then
-    echo "usage: benchmarks/gpu.sh [--device cpu|cuda] [folder]" >&2
+    echo "usage: benchmarks/gpu.sh [--device cpu|cuda] [--only part,part] [folder]" >&2
     exit 2
 fi
+
+known=$(sed -nE 's/^ *(part|tests|bench) ([a-z0-9_]+) [0-9].*/\2/p' "${BASH_SOURCE[0]}" | sort -u | paste -sd ' ')
+for name in ${only//,/ }; do
+    if [[ " $known " != *" $name "* ]]; then
+        echo "gpu.sh: --only $name is none of its parts: $known" >&2
+        exit 2
+    fi
+done
 
 results=${1:-gpu-results}
 mkdir -p "$results"
@@ -46,11 +58,15 @@ if [[ $device == cpu ]]; then
     total=3600
 fi
 
+# wanted NAME: whether that part is to run.
+wanted() { [[ -z $only || ,$only, == *,$1,* ]]; }
+
 # part NAME LIMIT SHOWS COMMAND...: runs a command for at most LIMIT seconds, and copies its output to NAME.txt.
 part() {
     local name=$1 limit=$2 shows=$3 begun=$SECONDS code=0 verdict=ran
     local left=$((total - 20 - SECONDS)) # 10 s until timeout kills, 10 s for the tables
     shift 3
+    wanted "$name" || return 0
     if ((left <= 0)); then
         failed=1
         parts+=("| $name | $shows | not run: the $total s are over | 0 |")
@@ -74,6 +90,7 @@ part() {
 tests() {
     local name=$1 limit=$2 shows=$3
     shift 3
+    wanted "$name" || return 0
     rm -f "$results/$name.xml"
     reports+=("$results/$name.xml")
     part "$name" "$limit" "$shows" "$python" -m pytest --junitxml="$results/$name.xml" "$@"

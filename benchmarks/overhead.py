@@ -77,12 +77,14 @@ class Found:
     """The measurements on one model.
 
     Attributes:
+        turn: the steps of a round.
         seconds: per step, by kind and round.
         bare: the bare loop's in the same rounds.
         done: inspections and snapshots by each run in each round.
         waits_for: see `waiting`.
     """
 
+    turn: int
     seconds: dict[str, list[float]]
     bare: dict[str, list[float]]
     done: dict[str, dict[str, list[int]]]
@@ -150,7 +152,7 @@ def measured(
     fewer = in_turns({name: partial(timed, name, each) for name, each in dear.items()}, max(rounds // FEWER, 2), 1)
     reference = fewer.pop("bare")
     against = dict.fromkeys(taken, taken["bare"]) | dict.fromkeys(fewer, reference)
-    found = Found({**taken, **fewer}, against, done, waiting(runs["defaults"]))
+    found = Found(turn, {**taken, **fewer}, against, done, waiting(runs["defaults"]))
     for run in runs.values():
         run.close()
     return found
@@ -173,7 +175,7 @@ def fits(folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: 
     guarded = guarded_of(bare, others.batches, OPTIMIZERS[kind], folder / "guarded")
     taken = in_turns(beside(bare, run, guarded, others), rounds, warm_up=1)
     run.close()
-    return Found(taken, dict.fromkeys(taken, taken["bare"]), {}, "unknown")
+    return Found(turn, taken, dict.fromkeys(taken, taken["bare"]), {}, "unknown")
 
 
 def show(workload: str, mode: str, found: Found) -> list[dict[str, Any]]:
@@ -193,14 +195,14 @@ def show(workload: str, mode: str, found: Found) -> list[dict[str, Any]]:
         for what, counts in done.items():
             others = [sum(each) - count for *each, count in zip(*done.values(), counts, strict=True)]
             if extra := beyond_a_step(found.seconds[name], counts, others):
-                middle, low, high = quartiles(extra)
+                middle, low, high = (found.turn * steps for steps in quartiles(extra))
                 cells = (f"{middle:.2f} steps", f"{low:.2f} - {high:.2f}", f"{len(extra)} of them", "")
                 print(row(workload, mode, f"{name}: a {what.removesuffix('s')}", *cells), flush=True)
     return results
 
 
 def beyond_a_step(taken: Sequence[float], counts: Sequence[int], others: Sequence[int]) -> list[float]:
-    """Returns the extra time, in steps, of rounds with an event over the median of rounds without any.
+    """Returns the extra time per step, in steps, of rounds with an event over the median of rounds without any.
 
     Rounds in which `others` happened too are left out if there are rounds without them.
     """

@@ -110,7 +110,11 @@ def test_the_script_is_clean():
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--device", "tpu"], "--device tpu is neither cpu nor cuda"), (["a", "b"], "usage:"), (["--fast"], "usage:")],
+    [
+        (["--device", "tpu"], "--device tpu is neither cpu nor cuda"),
+        (["--only", "tests,speed"], "--only speed is none of its parts: card compiled"),
+        *((["a", "b"], "usage:"), (["--fast"], "usage:")),
+    ],
 )
 def test_the_script_refuses_what_it_does_not_know(tmp_path, options, said):
     script = str(ROOT / "benchmarks" / "gpu.sh")
@@ -135,10 +139,10 @@ def scripted(tmp_path):
     stub.chmod(0o755)
     script.parent.mkdir()
 
-    def run(text):
+    def run(text, *options):
         script.write_text(text)
         environment = {**os.environ, "PYTHON": str(stub), "CALLS": str(calls), "SECONDS": "1000"}
-        asked = ["bash", str(script), str(tmp_path / "results")]
+        asked = ["bash", str(script), *options, str(tmp_path / "results")]
         done = subprocess.run(asked, capture_output=True, text=True, env=environment)
         rows = [line.split(" | ") for line in (tmp_path / "results" / "table.md").read_text().splitlines()[2:]]
         return done, {row[0][2:]: row[2] for row in rows if len(row) == 4}, calls.read_text().splitlines()
@@ -155,6 +159,13 @@ def test_the_script_runs_every_part_and_reports_the_failed_one(scripted):
     assert list(verdicts) == named
     for name in named:
         assert any(f"benchmarks/{name}.py" in call or f"/{name}.xml --all -m gpu" in call for call in calls), name
+
+
+def test_of_named_parts_only_these_run(scripted):
+    done, verdicts, calls = scripted((ROOT / "benchmarks" / "gpu.sh").read_text(), "--only", "compiled,fp8")
+    assert done.returncode == 0
+    assert verdicts == {"fp8": "ran", "compiled": "ran"}
+    assert [call.split()[0] for call in calls if "--device" in call or "-m gpu" in call] == ["benchmarks/fp8.py", "-m"]
 
 
 def test_a_part_that_the_ten_minutes_do_not_reach_is_reported(scripted):

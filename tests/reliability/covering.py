@@ -9,6 +9,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.reliability.forked_tests import ARGUMENTS
+
+DONE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+"""How pytest ends if it came to the end."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Recorder:
 
         include = [str(root / file) for file in files]
         self.coverage = coverage.Coverage(data_file=None, include=include, config_file=False)
+        self.coverage.set_option("run:disable_warnings", ["no-data-collected"])  # some tests run no such line
         self._root, self._files, self._parts = root, files, parts
         self._sums = {file: checksum(root / file) for file in files}
         self.seconds: dict[str, float] = {}
@@ -168,6 +173,8 @@ def record(root: Path, tests: Sequence[str], files: Sequence[str], parts: Path, 
         job.start()
     for job in jobs:
         job.join()
+    if any(job.exitcode for job in jobs):
+        raise RuntimeError("the record of covering tests broke off: see pytest's output above; run the command again")
     return merged([Covering.read(part_of(parts, each)) for each in modules if part_of(parts, each).exists()])
 
 
@@ -204,5 +211,6 @@ def _record(root: Path, modules: Sequence[str], files: Sequence[str], parts: Pat
     os.chdir(root)
     recorder = Recorder(root, files, parts)
     recorder.coverage.start()
-    pytest.main([*ARGUMENTS, *modules], plugins=[recorder])
+    code = pytest.main([*ARGUMENTS, *modules], plugins=[recorder])
     recorder.coverage.stop()
+    sys.exit(0 if code in DONE else int(code))
