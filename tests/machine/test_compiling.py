@@ -114,18 +114,23 @@ def test_no_gradient_is_summed_in_the_order_in_which_threads_come(device):
 
 
 class Pooling(nn.Module):
-    """Max-pooling of every kind, over one batch of images in one layout."""
+    """Max-pooling of several kinds, over one batch of images in one layout."""
+
+    def __init__(self, kinds):
+        super().__init__()
+        self.kinds = kinds
 
     def forward(self, inputs):
-        return [F.max_pool2d(inputs, **pooling) for pooling in POOLINGS.values()]
+        return [F.max_pool2d(inputs, **POOLINGS[kind]) for kind in self.kinds]
 
 
 @pytest.mark.slow(unless=lambda device: device == "cuda")
 @pytest.mark.parametrize("device", ["cpu", CARD])
 def test_compiled_max_pooling_adds_the_windows_of_a_pixel_in_eager_modes_order(device):
-    for layout in LAYOUTS.values():
+    for number, layout in enumerate(LAYOUTS.values()):
+        kinds = [*POOLINGS] if device == "cuda" else [*POOLINGS][number::2]  # a compiler takes long for each
         images = torch.randn(4, 6, 26, 29).to(device, memory_format=layout).requires_grad_()
-        model = Pooling()
+        model = Pooling(kinds)
         eager, compiled = model(images), torch.compile(model, backend=compiling.inductor, dynamic=False)(images)
         for one, other in zip(eager, compiled, strict=True):
             windows = torch.randn_like(one)
