@@ -96,12 +96,13 @@ class NoForecast:
         """Steps whose state is kept: none."""
         return ()
 
-    def set_run(self, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> None:
+    def set_run(self, choices: Mapping[str, str], optimizer: Mapping[str, Any], usual_lr: float | None = None) -> None:
         """Sets what the fixes depend on, so that no fix names what the run already uses. Does nothing.
 
         Args:
             choices: the option of each config group.
             optimizer: the keys of the chosen optimizer; `lr` is the peak learning rate.
+            usual_lr: the rate that this optimizer has by default; None if it is not known.
         """
 
     def add_loss(self, loss: float) -> None:

@@ -84,10 +84,9 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     losses, bad, largest, classes = [], [empty], [], None
     model = tools.wrap(state.model)
     alone = tools.wrap_alone(state.model)
-    for number, batch in enumerate(batches, 1):
-        if batch.targets.numel() == 0:  # an empty micro-batch; `numel` is known on the host, so there is no wait
-            continue
-        with tools.parallel.gradient_sync(state.model, number == len(batches)):
+    full = [batch for batch in batches if batch.targets.numel()]  # known on the host, so there is no wait
+    for number, batch in enumerate(full, 1):
+        with tools.parallel.gradient_sync(state.model, number == len(full)):
             done = forward_backward(model, batch, n_valid, tools)
         recheck.gradient(partial(forward_backward, alone, batch, n_valid, tools))
         losses.append(done.loss)

@@ -9,11 +9,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from stabletrain.guard.policy import NoGuard
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
-from stabletrain.step import compute, count_targets, maximum, train_step
+from stabletrain.step import close_gate, commit, compute, count_targets, forward_backward, maximum, train_step
 from tests.workloads import build_tools
 
 CPU = torch.device("cpu")
@@ -159,9 +160,81 @@ def test_numbers_that_the_host_knows_are_counted_there():
     assert [int(each) for each in count_targets([replace(values, counted=0)])] == [1, 1], "no division by 0"
 
 
+def test_without_a_valid_target_the_loss_is_divided_by_one_and_the_step_is_empty():
+    nothing = Batch(torch.zeros(2, 3), torch.full((2, 3), IGNORE_INDEX))
+    assert [int(each) for each in count_targets([nothing, nothing])] == [1, 1]
+    assert [int(each) for each in count_targets([nothing, batch(1)])] == [8, 0]
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_an_empty_micro_batch_is_as_if_it_were_not_there(where):
+    several, two = ([batch(1), batch(2)] for _ in range(2))
+    several.insert(where, batch(3, size=0))
+    states, synchronized = [fresh(), fresh()], [[], []]
+    for state, micro_batches, last in zip(states, (several, two), synchronized, strict=True):
+        computed = compute(state, micro_batches, synchronizing(tools(), last))
+        assert computed.forwards == 2
+        commit(state, computed, tools()).wait()
+    assert synchronized == [[False, True]] * 2, "gradients are synchronized after the last one that has samples"
+    assert same(bits(states[0]), bits(states[1]))
+
+
+def synchronizing(acting, last):
+    """Tools whose ranks note which micro-batch is taken for the last one."""
+
+    class Noting(SingleProcess):
+        def gradient_sync(self, model, is_last):
+            last.append(is_last)
+            return super().gradient_sync(model, is_last)
+
+    return replace(acting, parallel=Noting())
+
+
+def test_a_step_of_empty_micro_batches_has_gradients_of_zero_but_for_frozen_parameters():
+    state = fresh()
+    state.model.head.bias.requires_grad_(False)
+    computed = compute(state, [batch(3, size=0)], tools())
+    assert (float(computed.terms.total), computed.forwards) == (0.0, 0)
+    found = {name: p.grad for name, p in state.model.named_parameters()}
+    assert found.pop("head.bias") is None
+    assert all(grad is not None and not grad.any() for grad in found.values())
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize("targets", [False, True])
+def test_a_micro_batch_with_bad_inputs_or_bad_targets_is_bad(inputs, targets):
+    each = batch(1)
+    if inputs:
+        each.inputs[3, 0, 1, 1] = float("nan")
+    if targets:
+        each.targets[2] = 7
+    done = forward_backward(fresh().model, each, torch.tensor(8), tools())
+    assert bool(done.bad_data) == (inputs or targets)
+
+
+def test_the_guard_lowers_the_scheduled_learning_rate_and_one_process_is_not_asked_to_stop():
+    acting = tools()
+    acting.guard.lr_multiplier = lambda step: 0.25
+    reading = train_step(fresh(), [batch(1)], replace(acting, learning_rate=lambda step: 0.5))
+    assert reading.lr == pytest.approx(1e-2 * 0.5 * 0.25)
+    assert reading.stop is False
+
+
+@pytest.mark.parametrize(("bad_numbers", "bad_update", "named"), [(-1, 2, 2), (1, -1, 1), (-1, -1, -1)])
+def test_the_rank_with_bad_numbers_or_a_bad_update_is_named(bad_numbers, bad_update, named):
+    state, acting = fresh(), tools()
+    computed = compute(state, [batch(1)], acting)
+    checks = replace(computed.checks, rank=torch.tensor(bad_numbers))
+    gated = close_gate(computed.terms, computed.norms, checks, acting.parallel, acting.precision, acting.guard.gate)
+    clipped = acting.clipping(state.model, gated.norms, gated.gate)
+    known = {"loss_scale": 1.0, "lr": 1e-2, "withheld": 0.0}
+    found = gated.numbers(1, clipped, bad_update_rank=torch.tensor(bad_update), **known)
+    assert int(found.rank) == named
+
+
 def test_the_largest_of_several_micro_batches_counts_and_nan_is_above_all():
     numbers = [torch.tensor(1.0), torch.tensor(3.0), torch.tensor(2.0)]
-    assert float(maximum(numbers)) == 3.0
+    assert float(maximum(numbers)) == float(maximum(numbers[:2])) == 3.0
     assert float(maximum([torch.tensor(True), 0.0])) == 1.0
     assert maximum([0.0, 0.0]) == 0.0
     assert torch.isnan(maximum([*numbers, torch.tensor(float("nan"))]))

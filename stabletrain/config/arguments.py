@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -207,16 +208,29 @@ def is_of_another_option(override: str, then: Arguments, options: list[str]) -> 
     option = then.value(group) if key else None
     if option is None:
         return False
+    known = keys_of_option(options, group, option)
+    return known is not None and key.partition(".")[0] not in known
+
+
+def keys_of_option(options: Sequence[str], group: str, option: str) -> Mapping[str, Any] | None:
+    """Returns what the file of a group's option sets; None if there is none, or it cannot be read.
+
+    Args:
+        options: Hydra's, which may name the user's own configuration folders.
+        group, option: such as `optimizer` and `adamw`.
+    """
     own = [value for name, value in pairwise(options) if name in ("--config-dir", "-cd")]
-    for folder in (*map(Path, own), conf_folder()):
-        file = folder / group / f"{option}.yaml"
-        if file.is_file():
-            try:
-                known = load_yaml(file)
-            except Exception:  # Hydra reports what is wrong with the file
-                return False
-            return key.partition(".")[0] not in known
-    return False
+    files = (folder / group / f"{option}.yaml" for folder in (*map(Path, own), conf_folder()))
+    try:
+        return next((load_yaml(file) for file in files if file.is_file()), None)
+    except Exception:  # Hydra reports what is wrong with the file
+        return None
+
+
+def usual_lr(options: Sequence[str], optimizer: str) -> float | None:
+    """Returns the learning rate that an option of `optimizer` has by itself; None if there is none."""
+    found = (keys_of_option(options, "optimizer", optimizer) or {}).get("lr")
+    return found if isinstance(found, int | float) else None
 
 
 def in_folder(arguments: Arguments, key: str, folder: Path) -> Arguments:

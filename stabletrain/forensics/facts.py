@@ -82,10 +82,10 @@ class Damage:
 
 @dataclass(frozen=True)
 class Drift:
-    """Change of the weights since an older state.
+    """Change of the weights since an older state, or by the last update where no older state is kept.
 
     Attributes:
-        steps: number of steps since the older state.
+        steps: number of steps since the older state; 1 if it is the last update.
         moved: RMS of the change of a parameter; median over the parameters.
         share: RMS of the change, divided by the parameter's older RMS, per step; median over the parameters.
         grown: RMS of a parameter, divided by its older RMS; median over the parameters.

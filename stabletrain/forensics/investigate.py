@@ -12,7 +12,7 @@ from stabletrain.forensics.agreement import NotInvestigated, one_line_of
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
 from stabletrain.forensics.facts import Damage, Outcome, same_bits
-from stabletrain.forensics.probes.state import damaged, drift, update_length
+from stabletrain.forensics.probes.state import damaged, drift, last_move, update_length
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.origin import Origin, find_origin
 from stabletrain.forensics.trace.recorder import OpRecord
@@ -167,6 +167,8 @@ def with_replays(
     if older:
         way = attempt("change of the weights", lambda: drift(subject.model, optimizer, older, subject.step), None)
         found = replace(found, drift=way)
+    elif optimizer is not None:
+        found = replace(found, drift=attempt("the last update", lambda: last_move(optimizer), None))
     if found.kind == "nonfinite":
         found = replace(found, culprits=attempt("culprit samples", subject.culprits, None))
     return found

@@ -11,6 +11,7 @@ from typing import Any
 
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
 from stabletrain.config.resuming import GROUPS, REFUSED, row_of
+from stabletrain.forensics.diagnosis.wording import lower_rate
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.banner import relative_path
@@ -28,6 +29,7 @@ def after_halt(
     kind: str,
     choices: Mapping[str, str],
     values: Mapping[str, Any],
+    usual_lr: float | None = None,
 ) -> str:
     """Returns the lines that follow the message of a halt.
 
@@ -37,10 +39,10 @@ def after_halt(
         checkpoint: the one that a resume would restore; None if there is no healthy one.
         kind: kind of the newest skipped step (`guard/policy/`).
         choices, values: the run's options, and its configuration by dotted key.
+        usual_lr: learning rate that the run's option of `optimizer` has by itself; None if there is none.
     """
-    fixes = [
-        fix for fix in (*incident_fixes(folder), *usual_fixes(kind, values)) if changes_value(fix, choices, values)
-    ]
+    known = (*incident_fixes(folder), *usual_fixes(kind, values, usual_lr))
+    fixes = [fix for fix in known if changes_value(fix, choices, values)]
     if not fixes:
         return ""
     resumable = [fix for fix in fixes if kind_of(fix, choices, values) != REFUSED]
@@ -61,14 +63,14 @@ def incident_fixes(folder: Path) -> list[str]:
     return [fix for line in reversed(incidents) for fix in line.get("fix") or () if OVERRIDE.fullmatch(fix)]
 
 
-def usual_fixes(kind: str, values: Mapping[str, Any]) -> list[str]:
+def usual_fixes(kind: str, values: Mapping[str, Any], usual_lr: float | None) -> list[str]:
     """Returns the usual fixes, without an incident: more patience with bad data, else a lower learning rate."""
     most, rate = values.get("guard.max_consecutive"), values.get("optimizer.lr")
     if kind == "bad_data" and isinstance(most, int):
         return [f"guard.max_consecutive={10 * most}"]
     if kind in ("recheck", "state", "update"):  # the machine or the optimizer's code is at fault, not the settings
         return []
-    return [f"optimizer.lr={rate / 3:.2g}"] if isinstance(rate, int | float) else []
+    return [f"optimizer.lr={lower_rate(rate, usual_lr):.2g}"] if isinstance(rate, int | float) else []
 
 
 def changes_value(fix: str, choices: Mapping[str, str], values: Mapping[str, Any]) -> bool:

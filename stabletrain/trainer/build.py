@@ -54,7 +54,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     process = start_process(options, folder)
     run_on_main(process.ranks, lambda: check_resume(options.resume, settings(options.config, options.choices), folder))
     precise = {**options.choices, "precision": process.precision.name}  # auto has chosen one
-    options.forecast.set_run(precise, options.config["optimizer"])
+    options.forecast.set_run(precise, options.config["optimizer"], options.usual_lr)
 
     # Data, then model, then tools: unset model sizes come from the data, and the loss may use the model's head.
     source = load_data(options.data, options.faults, process, options.batch_size)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from stabletrain.checkpoint.off import NoCheckpoints
+from stabletrain.config.arguments import parse_arguments, usual_lr
 from stabletrain.config.make import Choice, plain
 from stabletrain.data.batches import Dataset
 from stabletrain.errors import ConfigError
@@ -20,6 +21,7 @@ from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.program import started
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
 from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objective
@@ -93,6 +95,11 @@ class Options(StepOptions):
     resume: str
     config: dict[str, Any] = field(repr=False)
     choices: dict[str, str] = field(repr=False)
+
+    @property
+    def usual_lr(self) -> float | None:
+        """The learning rate that the chosen option of `optimizer` has by itself; None if it has none."""
+        return usual_lr(parse_arguments(started().typed).options, self.choices["optimizer"])
 
     def __str__(self) -> str:
         """Returns one line for each field: a key and its value, or a group, its option and the class of its object."""

@@ -258,6 +258,7 @@ class RunParts:
             has_attention=self._has_attention,
             warmup=options.warmup.length(options.steps),
             deterministic=options.choices["determinism"] == "strict" or uncompiled_cpu,
+            usual_lr=options.usual_lr,
         )
         handler.open(self.folder / "incidents", run_settings)
         trust.remember_config(options.config)  # an incident has it with its interpolations resolved
@@ -279,7 +280,8 @@ class RunParts:
         """Returns the lines that follow the message of a halt; all ranks must call it."""
         found, typed = self.checkpoints.newest(healthy_only=True), parse_arguments(started().typed)
         path, values = None if found is None else found.path, dict(leaves(self.options.config))
-        return after_halt(typed, self.folder, path, self.tools.guard.kind, self.options.choices, values)
+        options, kind = self.options, self.tools.guard.kind
+        return after_halt(typed, self.folder, path, kind, options.choices, values, options.usual_lr)
 
     def closing_lines(self) -> str:
         """Writes the run's page, and returns the last lines on the terminal."""

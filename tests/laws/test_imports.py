@@ -68,7 +68,7 @@ MAY_SEE = {
     "beside/comparison": NOUNS | {"extension", "tracking"},
     "beside/export": NOUNS | {"checkpoint", "config", "data", "models", "trainer", "weights"},
     "beside/faults": NOUNS | {"checkpoint", "extension", "tracking"},
-    "beside/forecast": NOUNS | {"beside/comparison", "extension", "tracking"},
+    "beside/forecast": NOUNS | {"beside/comparison", "config", "extension", "forensics", "tracking"},
     "beside/slurm": NOUNS | {"beside/sweep", "cli", "config", "machine", "parallel", "tracking"},
     "beside/sweep": NOUNS | {"cli", "config", "extension", "machine", "parallel", "tracking"},
     "beside/whatif": NOUNS

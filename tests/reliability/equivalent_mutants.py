@@ -23,6 +23,76 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if len(tensors) >= 1:",
     ): "the maximum of one tensor is that tensor",
     (
+        "stabletrain/step.py",
+        "if len(tensors) > 1:",
+        "if len(tensors) > 0:",
+    ): "the maximum of one tensor is that tensor",
+    (
+        "stabletrain/step.py",
+        "return tensors[0].float() if tensors else 0.0",
+        "return tensors[ -1].float() if tensors else 0.0",
+    ): "there is one tensor here, or none",
+    (
+        "stabletrain/step.py",
+        "known = batches[0].counted",
+        "known = batches[ -1].counted",
+    ): "each micro-batch of a step carries the count of the whole step",
+    (
+        "stabletrain/step.py",
+        "return n_valid, torch.ones_like(n_valid, dtype=torch.bool) if known == 0 else False",
+        "return n_valid, torch.ones_like(n_valid, dtype=torch.bool) if known <= 0 else False",
+    ): "a count is not negative",
+    (
+        "stabletrain/step.py",
+        "counts = [(batch.targets != IGNORE_INDEX).sum() for batch in batches]",
+        "counts = [(batch.targets > IGNORE_INDEX).sum() for batch in batches]",
+    ): "a target below IGNORE_INDEX is a bad label, and the step is withheld",
+    (
+        "stabletrain/step.py",
+        "return ForwardBackward(loss.detach(), bad_inputs | bad_targets, magnitude, classes)",
+        "return ForwardBackward(loss.detach(), bad_inputs + bad_targets, magnitude, classes)",
+    ): "the sum of two bool tensors is true where one of them is",
+    (
+        "stabletrain/step.py",
+        "with tools.parallel.gradient_sync(state.model, number == len(full)):",
+        "with tools.parallel.gradient_sync(state.model, number >= len(full)):",
+    ): "the number of a micro-batch is at most how many there are",
+    (
+        "stabletrain/step.py",
+        "with tools.parallel.gradient_sync(state.model, number == len(full)):",
+        "with tools.parallel.gradient_sync(state.model, number is len(full)):",
+    ): "Python has one object for each number up to 256",
+    (
+        "stabletrain/step.py",
+        "@dataclass(frozen=True)",
+        "@dataclass(frozen=False)",
+    ): NEVER_SET,
+    (
+        "stabletrain/guard/policy/off.py",
+        "faulty_rank: int = -1",
+        "faulty_rank: int = +1",
+    ): "read only after `machine_faults` has risen, which stays 0 without a guard",
+    (
+        "stabletrain/guard/checks/written.py",
+        "usable = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_meta",
+        "usable = tensor.layout is torch.strided and tensor.is_floating_point() and not tensor.is_meta",
+    ): "PyTorch has one object for each layout",
+    (
+        "stabletrain/guard/policy/slow_loop.py",
+        'return {kind: SustainedRise(factor * limit) for kind, factor in THRESHOLDS.items() if kind != "weight_growth"}',
+        'return {kind: SustainedRise(factor * limit) for kind, factor in THRESHOLDS.items() if kind < "weight_growth"}',
+    ): "the other kinds come before it in the alphabet",
+    (
+        "stabletrain/guard/checks/update_check.py",
+        "return gate & (self.bad == 0)",
+        "return gate * (self.bad == 0)",
+    ): "the product of two bool tensors is true where both are",
+    (
+        "stabletrain/guard/checks/repeats.py",
+        "return torch.where(failed[0] > 0, OUT_OF_MEMORY, judge(compared, everywhere))",
+        "return torch.where(failed[ -1] > 0, OUT_OF_MEMORY, judge(compared, everywhere))",
+    ): "`failed` has one element",
+    (
         "stabletrain/guard/policy/off.py",
         "faulty_rank: int = -1",
         "faulty_rank: int = 1",

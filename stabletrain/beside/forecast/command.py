@@ -17,6 +17,7 @@ from stabletrain.beside.comparison.reading.run import Run
 from stabletrain.beside.comparison.reading.runs import is_run, read_run
 from stabletrain.beside.forecast.forecast import Forecast
 from stabletrain.beside.forecast.model import fitted, outlook
+from stabletrain.config.arguments import recorded_arguments, usual_lr
 from stabletrain.errors import ConfigError
 from stabletrain.extension import HORIZON, Prediction
 from stabletrain.printable import one_line
@@ -97,7 +98,8 @@ def replay_forecast(folder: Path) -> ReplayedForecast:
         raise ConfigError(why_no_inspections(folder, run, len(seen)))
     forecast = Forecast(horizon_of(run), "alarm")
     choices = {**run.record["choices"], "precision": run.precision or "auto"}
-    forecast.set_run({group: str(option) for group, option in choices.items() if option}, optimizer_of(run))
+    usual = usual_lr(recorded_arguments(folder).options, str(choices.get("optimizer")))
+    forecast.set_run({group: str(option) for group, option in choices.items() if option}, optimizer_of(run), usual)
     said: list[Prediction] = []
     before: dict[str, Any] = {}
     for line in seen:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stabletrain.beside.forecast.distance import distance, helps_from_afar
+from stabletrain.beside.forecast.distance import distance, helps_from_afar, slower
 from stabletrain.beside.forecast.model import Model, fitted, outlook
 from stabletrain.beside.forecast.series import Heights, Key, Series
 from stabletrain.beside.forecast.signals import BY_NAME, fixes, text_of
@@ -37,6 +37,7 @@ class Forecast(NoForecast):
     action: str
     _choices: Mapping[str, str] = field(init=False, repr=False, default_factory=dict)
     _optimizer: Mapping[str, Any] = field(init=False, repr=False, default_factory=dict)
+    _too_high: float = field(init=False, repr=False, default=1.0)
     _kept: list[int] = field(init=False, repr=False, default_factory=list)
     _series: Series = field(init=False, repr=False)
     _said: dict[str, list[float]] = field(init=False, repr=False, default_factory=dict)
@@ -62,9 +63,11 @@ class Forecast(NoForecast):
         """Notes that the state after `step` steps is kept."""
         self._kept = [*[each for each in self._kept if each < step][: KEPT - 1], step]
 
-    def set_run(self, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> None:
+    def set_run(self, choices: Mapping[str, str], optimizer: Mapping[str, Any], usual_lr: float | None = None) -> None:
         """Sets what the fixes depend on."""
         self._choices, self._optimizer = choices, optimizer
+        rate = optimizer.get("lr")
+        self._too_high = rate / usual_lr if usual_lr and isinstance(rate, int | float) else 1.0
 
     @property
     def distance(self) -> str:
@@ -102,9 +105,10 @@ class Forecast(NoForecast):
         signal = BY_NAME[key[0]]
         at = heights.crossings.get(key, math.nan)
         low, high = step + model.earliest * (at - step), step + model.latest * (at - step)
-        fix, far = fixes(signal, self._choices, self._optimizer), self.distance
+        lower, far = slower(heights, model, self._too_high), self.distance
+        fix = fixes(signal, self._choices, self._optimizer, lower)
         if far:
-            fix = tuple(each for each in fix if helps_from_afar(each, heights, model))
+            fix = tuple(each for each in fix if helps_from_afar(each, heights, model, lower))
         found = Prediction(
             step,
             signal.name,

@@ -37,8 +37,8 @@ class Signal:
         text: what the messages call it, a plural.
         metric: the metric's name; if it ends in `/`, one metric for each place in the model.
         threshold: value at which trouble begins.
-        fix: what removes the cause, best first, each one override or several that go together; `{lr}` is replaced by a
-            third of the peak learning rate.
+        fix: what removes the cause, best first, each one override or several that go together; `{lr}` is replaced by
+            a lower peak learning rate.
         source: of the threshold.
         falls: whether trouble lies below the threshold.
         log: whether the height is the logarithm of the value.
@@ -211,20 +211,23 @@ EITHER = ("qknorm", "qkclip")
 """Groups of which a run may use one: the other one is refused."""
 
 
-def fixes(signal: Signal, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> tuple[str, ...]:
+def fixes(
+    signal: Signal, choices: Mapping[str, str], optimizer: Mapping[str, Any], slower: float = 3.0
+) -> tuple[str, ...]:
     """Returns fixes, best first; a fix is one override, or several with blanks between them.
 
     Args:
         signal: what is in trouble.
         choices: the option of each config group; empty if not known.
         optimizer: the keys of the chosen optimizer; empty if not known.
+        slower: by how much a fix lowers the learning rate.
     """
-    together = ((filled_in(word, choices, optimizer) for word in fix.split()) for fix in signal.fix)
+    together = ((filled_in(word, choices, optimizer, slower) for word in fix.split()) for fix in signal.fix)
     found = [" ".join(filter(None, words)) for words in together]
     return tuple(dict.fromkeys(filter(None, found)))
 
 
-def filled_in(fix: str, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> str:
+def filled_in(fix: str, choices: Mapping[str, str], optimizer: Mapping[str, Any], slower: float) -> str:
     """Returns one override with its value filled in; empty if the run already has it or would refuse it."""
     key, _, value = fix.partition("=")
     group, _, name = key.partition(".")
@@ -232,7 +235,7 @@ def filled_in(fix: str, choices: Mapping[str, str], optimizer: Mapping[str, Any]
         return fix if helps(group, value, choices) else ""
     if name not in optimizer or ("{" not in value and optimizer[name] == json.loads(value)):
         return ""
-    return fix.format(lr=f"{optimizer['lr'] / 3:.2g}") if "{lr}" in fix else fix
+    return fix.format(lr=f"{optimizer['lr'] / slower:.2g}") if "{lr}" in fix else fix
 
 
 def helps(group: str, option: str, choices: Mapping[str, str]) -> bool:

@@ -17,8 +17,7 @@ from stabletrain.beside.whatif.edits import averaged_steps
 from stabletrain.beside.whatif.start import Origin, check_repeatable, find_origin
 from stabletrain.beside.whatif.statistics import MIN_BLOCKS
 from stabletrain.beside.whatif.trouble import Trouble, find_target, find_trouble
-from stabletrain.config import trust
-from stabletrain.config.arguments import Arguments
+from stabletrain.config import arguments, trust
 from stabletrain.config.checks import check
 from stabletrain.config.jobs import composed
 from stabletrain.config.resuming import GROUPS, acting, changed_keys, check_resume, row_of, settings
@@ -49,14 +48,8 @@ def judged(arm: Arm, base: BaseRun) -> Arm:
 
 
 def usual_lr(base: BaseRun) -> float | None:
-    """Returns the learning rate that the run's option of `optimizer` has by itself; None if there is none."""
-    chosen = Arguments(base.arguments.options, [f"optimizer={base.settings.choices.get('optimizer')}"])
-    try:
-        with composed(chosen, conf_folder()) as (cfg, choices):
-            found = settings(cfg, choices).flat().get("optimizer.lr")
-    except ConfigError:
-        return None
-    return found if isinstance(found, int | float) else None
+    """Returns the learning rate that the run's option of `optimizer` has by itself; None if it is not known."""
+    return arguments.usual_lr(base.arguments.options, base.settings.choices.get("optimizer", ""))
 
 
 def about(changes: Mapping[str, Sequence[Any]]) -> str:

@@ -311,9 +311,8 @@ def updates_too_large(e: Evidence) -> Diagnosis | None:
     if not moved_too_far(e) or e.normal("fresh_batch") or e.drift is None:
         return None
     d = e.drift
-    verdict = (
-        f"in {d.steps} steps, a typical parameter moved by {d.moved:.3g}, {d.share * d.steps:.3g} times its own RMS"
-    )
+    when = "in the last update" if d.steps == 1 else f"in {d.steps} steps"
+    verdict = f"{when}, a typical parameter moved by {d.moved:.3g}, {d.share * d.steps:.3g} times its own RMS"
     fix = smaller_updates(e)
     if moved_beyond_lr(e):
         verdict += f", further than lr={e.reading.lr:.3g} allows: at least one update was far too long"

@@ -29,6 +29,7 @@ class RunSettings:
         loss_limit, norm_limit: the guard's limits at this step.
         deterministic: whether repeating a step must give the same bits on this device.
         best_loss: smallest loss of an applied step; inf if unknown, as in a run whose older states are kept.
+        usual_lr: learning rate that the run's option of `optimizer` has by itself; None if there is none.
     """
 
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class RunSettings:
     norm_limit: float = math.inf
     deterministic: bool = True
     best_loss: float = math.inf
+    usual_lr: float | None = None
 
 
 @dataclass(frozen=True)

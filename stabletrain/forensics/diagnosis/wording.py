@@ -21,6 +21,9 @@ from stabletrain.forensics.trace.origin import Origin
 HEALTHY_MOVE = 0.01
 """Share of its own RMS that a typical parameter may move in a step."""
 
+FAR_TOO_HIGH = 10.0
+"""From this many times the optimizer's usual learning rate on, that rate is proposed, not a third of the run's."""
+
 CUSTOMARY_STD = 0.02
 
 EMPTY_BATCH = "skip an empty batch: drop_last=True in the loader, or another split or filter of the data"
@@ -129,18 +132,29 @@ def smaller_updates(e: Evidence) -> list[str]:
     rate = e.setting.values.get("optimizer.lr")
     if e.drift is None or not isinstance(rate, int | float) or e.drift.share <= LR_TOO_HIGH or moved_beyond_lr(e):
         return lower_lr(e)
-    return [f"optimizer.lr={rate * HEALTHY_MOVE / e.drift.share:.1g}", *lower_lr(e)[:-1]]
+    measured, usual = rate * HEALTHY_MOVE / e.drift.share, e.setting.usual_lr
+    if usual is not None and usual < rate:  # weights that have grown hide how far too long the updates are
+        measured = min(measured, usual)
+    return [f"optimizer.lr={measured:.1g}", *lower_lr(e)[:-1]]
 
 
 def lower_lr(e: Evidence) -> list[str]:
-    """A third of the learning rate; first twice the warmup, up to twice its length."""
+    """A lower learning rate; first twice the warmup, up to twice its length, if the rate is not far too high."""
+    rate, usual = e.setting.values.get("optimizer.lr"), e.setting.usual_lr
     fix = []
-    rate = e.setting.values.get("optimizer.lr")
     if isinstance(rate, int | float):
-        fix.append(f"optimizer.lr={rate / 3:.2g}")
+        lower = lower_rate(rate, usual)
+        fix.append(f"optimizer.lr={lower:.2g}")
+        if lower == usual:
+            return fix
     if e.setting.warmup and e.reading.step <= 2 * e.setting.warmup:
         fix.insert(0, f"warmup.steps={2 * e.setting.warmup}")
     return fix
+
+
+def lower_rate(rate: float, usual: float | None) -> float:
+    """A third of a learning rate; the usual one of the optimizer, if it is lower than that."""
+    return rate / 3 if usual is None or usual > rate / FAR_TOO_HIGH else usual
 
 
 def faster_second_moment(e: Evidence) -> list[str]:

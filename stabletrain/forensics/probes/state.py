@@ -1,7 +1,7 @@
 """Finds weights, buffers and moments that were corrupt before a step, and measures how far the weights have moved."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -106,6 +106,21 @@ def drift(model: nn.Module, optimizer: Optimizer | None, older: Mapping[str, Any
     return Drift(steps, median(moved), median(share), median(grown), adaptive)
 
 
+@torch.no_grad()
+def last_move(optimizer: Optimizer) -> Drift | None:
+    """Returns how far Adam's last update moved the weights, from its moments; None if no parameter has both.
+
+    The share is of the parameter's RMS after the update, so after several updates that were too long it is too small.
+    """
+    moved, share = [], []
+    for group, parameter, ways in lengths(optimizer):
+        change, size = float(group["lr"]) * ways, rms(parameter.double())
+        moved.append(change)
+        if size > 0:
+            share.append(change / size)
+    return Drift(1, median(moved), median(share), 1.0, adaptive=True) if share else None
+
+
 def rms(tensor: Tensor) -> float:
     """Root mean square of the elements."""
     return float(tensor.square().mean().sqrt())
@@ -136,7 +151,11 @@ def update_length(optimizer: Optimizer) -> float:
 
     The last update was made of these moments, so this is its length in learning rates.
     """
-    largest = math.nan
+    return max((ways for _, _, ways in lengths(optimizer)), default=math.nan)
+
+
+def lengths(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor, float]]:
+    """The group, the parameter and RMS(m / sqrt(v)), bias-corrected, of each parameter with such moments."""
     for group in optimizer.param_groups:
         betas = group.get("betas", (0.0, 0.0))
         for parameter in group["params"]:
@@ -146,6 +165,4 @@ def update_length(optimizer: Optimizer) -> float:
                 continue
             first = state["exp_avg"].float() / (1 - betas[0] ** done)
             second = state["exp_avg_sq"].float() / (1 - betas[1] ** done)
-            ways = rms(first / (second.sqrt() + group.get("eps", 1e-8)))
-            largest = ways if math.isnan(largest) else max(largest, ways)
-    return largest
+            yield group, parameter, rms(first / (second.sqrt() + group.get("eps", 1e-8)))

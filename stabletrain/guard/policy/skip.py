@@ -201,7 +201,8 @@ class SkipGuard(RetryingGuard):
         """Returns SKIP, or HALT at the last of `max_consecutive` skips in a row."""
         if self.consecutive < self.max_consecutive:
             return Verdict.SKIP
-        fix = f"every batch fails on these weights; {self.gentler_updates}"
+        known = () if self._incident is None else self._incident.fix
+        fix = f"every batch fails on these weights; {f'fix: {known[0]}' if known else self.gentler_updates}"
         if self.kind == "bad_data":
             fix = "look at the data; events.jsonl names each sample"
         row = f"{self.option('max_consecutive')} steps in a row were skipped"

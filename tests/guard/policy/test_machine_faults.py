@@ -23,6 +23,12 @@ def test_what_happens_again_in_the_same_step_of_a_verified_state_is_no_fault_of_
     assert "guard.checksum_every=0" in guard.reason
 
 
+def test_a_step_that_is_taken_again_is_noted_with_the_rank_at_fault_if_one_is_known(guard):
+    for ranks, known in (((), -1), ((3,), 3)):
+        guard.note_retry(33, *ranks)
+        assert (guard.retried_step, guard.faulty_rank) == (33, known)
+
+
 def test_a_step_that_comes_out_wrong_again_is_judged_as_any_other(guard):
     for _ in range(2):
         verdict = guard.judge(reading(math.nan, applied=False))

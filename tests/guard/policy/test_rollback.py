@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from stabletrain.errors import ConfigError
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.records import Verdict
 from tests.guard.policy.given import feed, reading
@@ -27,6 +28,12 @@ def started(**changed):
     assert guard.states.due(0)
     guard.states.retain(0, guard.healthy)
     return guard
+
+
+@pytest.mark.parametrize("factor", [-0.5, 0.0, 1.01])
+def test_a_factor_of_the_learning_rate_that_does_not_lower_it_is_refused(factor):
+    with pytest.raises(ConfigError, match=r"is outside \(0, 1\]"):
+        started(lr_factor=factor)
 
 
 def test_skips_that_do_not_end_cause_a_rollback():

@@ -1,6 +1,7 @@
 """The guard's gate on the device, and its verdicts on the host."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -163,3 +164,12 @@ def test_inputs_far_larger_than_before_are_a_spike():
     guard.judge(reading(applied=False, inputs=250.0))
     assert (guard.kind, guard.reason) == ("spike", "an input of magnitude 250 is a spike, above 50")
     assert gate(SkipGuard(), 1.0, 1.0, inputs=1e30), "nothing is known of the first"
+
+
+def test_the_first_lines_say_what_a_halt_starts_and_how_often_checksums_are_made():
+    assert "what-if" not in SkipGuard().note
+    assert "; a halt starts a what-if of up to 2,000 steps)" in SkipGuard(escalate="whatif", whatif_steps=2000).note
+    for every, said in ((0, "no checksums"), (1, "checksums every update"), (7, "checksums every 7 updates")):
+        guard = SkipGuard()
+        guard.state_check = SimpleNamespace(every=every)
+        assert f"; {said})" in guard.note

@@ -37,6 +37,14 @@ def test_a_clean_run_raises_nothing():
     assert alarms() == []
 
 
+def test_a_loss_that_reaches_zero_has_a_trend_and_one_below_it_has_none():
+    def at(level):
+        rise = risen((200, 300))
+        return lambda given: rise(given) if given.step != 50 else {"loss": level}
+
+    assert [len(alarms(at(level), steps=260)) for level in (0.0, -1e-3)] == [1, 0]
+
+
 def test_a_rise_that_lasts_is_told_once_with_what_could_be_the_cause():
     (alarm,) = alarms(risen((200, 300)), steps=260)
     assert alarm.kind == "slow_loss"

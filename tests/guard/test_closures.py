@@ -1,0 +1,75 @@
+"""What a user's closure takes and where it is defined; which tensors of a batch hold samples; the loss in an output."""
+
+import math
+from functools import partial
+from types import FunctionType
+
+import pytest
+import torch
+
+from stabletrain.forensics.diagnosis.evidence import Evidence
+from stabletrain.guard.attach import loss_in
+from stabletrain.guard.in_code import unknown_beyond_forward
+from stabletrain.guard.micro_batch import argument_count, takes, takes_nothing
+from stabletrain.guard.samples import has_rows
+from stabletrain.guard.saved_step import why_not_importable
+from tests.guard.policy.given import reading
+
+
+def loss(x, y):
+    return x, y
+
+
+def inner(x):
+    """Makes a closure that is nested and uses a variable around it: its code has other flags."""
+    return lambda: x
+
+
+@pytest.mark.parametrize(
+    ("closure", "count"),
+    [
+        (loss, 2),
+        (inner(1), 0),
+        (lambda x: x, 1),
+        (lambda *x: x, None),
+        (lambda x=1: x, None),
+        (lambda *, x: x, None),
+        (partial(loss, 1), None),
+    ],
+)
+def test_the_arguments_of_a_plain_function_are_counted_without_a_signature(closure, count):
+    assert argument_count(closure) == count
+
+
+def test_a_closure_without_arguments_is_called_without_the_batch():
+    assert [takes_nothing(each) for each in (inner(1), loss, lambda *, x=1: x)] == [True, False, True]
+    assert [takes(each, 2) for each in (loss, inner(1), lambda *x: x, lambda x: x)] == [True, False, True, False]
+
+
+def test_only_a_function_at_the_top_of_a_module_can_be_imported():
+    assert why_not_importable(loss) == ""
+    assert "a lambda or a function inside a function" in why_not_importable(inner(1))
+    script = FunctionType(loss.__code__, {"__name__": "__main__"}, "loss")
+    assert "in the script itself (__main__)" in why_not_importable(script)
+    assert "is not the closure" in why_not_importable(FunctionType(inner.__code__, globals(), "loss"))
+
+
+def test_a_tensor_of_another_length_holds_no_samples():
+    assert [has_rows(torch.zeros(rows, 2), 4) for rows in (3, 4, 5)] == [False, True, False]
+    assert not has_rows(torch.tensor(4.0), 4)
+
+
+def test_the_values_of_an_output_without_a_loss_are_summed_in_fp32_or_wider():
+    many = torch.full((4096,), 0.1, dtype=torch.bfloat16)
+    total, known = loss_in((many, many.double()))
+    assert not known
+    assert float(total) == pytest.approx(float(many.double().sum()) * 2, rel=1e-6)
+    assert loss_in(torch.tensor(3.0)) == (torch.tensor(3.0), True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffers", "said"), [("nonfinite", 1.0, True), ("spike", 1.0, False), ("nonfinite", math.inf, False)]
+)
+def test_what_the_forward_pass_does_not_explain_lies_in_the_loss_or_behind_it(kind, buffers, said):
+    found = unknown_beyond_forward(Evidence(kind, reading(math.nan, buffers=buffers)))
+    assert ("not in the forward pass" in found.verdict) == said
