@@ -81,8 +81,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "stabletrain/guard/policy/slow_loop.py",
         "return {kind: SustainedRise(factor * limit) for kind, factor in THRESHOLDS.items() "
         'if kind != "weight_growth"}',
-        "return {kind: SustainedRise(factor * limit) for kind, factor in THRESHOLDS.items() "
-        'if kind < "weight_growth"}',
+        'return {kind: SustainedRise(factor * limit) for kind, factor in THRESHOLDS.items() if kind < "weight_growth"}',
     ): "the other kinds come before it in the alphabet",
     (
         "stabletrain/guard/checks/update_check.py",

@@ -10,6 +10,9 @@ its rule holds, and so does its condition in this table.
 | updates too long, attention logits, log Z | the same batch is normal with older weights |
 | the batch | another batch is normal, and the samples that make the step fail are known |
 
+At a learning rate far above the optimizer's usual one, causes that updates bring about are diagnosed as at any other
+rate, but the usual rate is the first fix: with any other fix the run soon fails in another way.
+
 Nothing contributes to a weight that was never initialised, a corrupt state or a hardware fault: they explain everything
 that was measured after them.
 """
@@ -22,12 +25,15 @@ from stabletrain.forensics.diagnosis.causes import (
     Rule,
     attention_logit_growth,
     bad_batch,
+    bad_init,
     bad_inputs,
     bad_label,
     corrupt_state,
     fp8_overflow,
     fp16_overflow,
     hardware_fault,
+    lr_too_high,
+    optimizer_staleness,
     output_logit_drift,
     poison_input,
     uninitialised,
@@ -38,6 +44,7 @@ from stabletrain.forensics.diagnosis.causes import (
     zero_variance_norm,
 )
 from stabletrain.forensics.diagnosis.evidence import Evidence, moved_too_far
+from stabletrain.forensics.diagnosis.wording import FAR_TOO_HIGH
 
 OPERATION_RULES = (zero_variance_norm, fp16_overflow, fp8_overflow, unsafe_op)
 """Rules that explain a single operation; only the first that holds is used."""
@@ -46,14 +53,32 @@ GROWTH_RULES = (updates_too_long, attention_logit_growth, output_logit_drift)
 """Rules about one quantity that has grown, although most weights have not moved too far."""
 
 
+BY_UPDATES = (
+    *(bad_init, updates_too_large, updates_too_long, attention_logit_growth, output_logit_drift),
+    *(bad_batch, optimizer_staleness, lr_too_high),
+)
+"""Rules about what updates that are too long bring about, too."""
+
+
 def diagnose(e: Evidence) -> Diagnosis:
     """Returns the diagnosis of the first rule that holds, with the causes that contribute."""
     for rule in RULES:
         if (found := rule(e)) is not None:
             alone = rule in (uninitialised, corrupt_state, hardware_fault)
             others = [] if alone else [other(e) for other in contributing_rules(e) if other is not rule]
-            return replace(found, also=[one for one in others if one is not None and one.cause != found.cause])
+            found = replace(found, also=[one for one in others if one is not None and one.cause != found.cause])
+            return usual_rate_first(found, e) if rule in BY_UPDATES else found
     return unknown(e)
+
+
+def usual_rate_first(found: Diagnosis, e: Evidence) -> Diagnosis:
+    """Returns a diagnosis whose first fix is the usual learning rate, if the run's is far above it."""
+    rate, usual = e.setting.values.get("optimizer.lr"), e.setting.usual_lr
+    updated = e.reading.step > 1  # before the first update the rate has had no effect
+    if usual is None or not isinstance(rate, int | float) or rate < FAR_TOO_HIGH * usual or not updated:
+        return found
+    others = [each for each in found.fix if not each.startswith(("optimizer.lr=", "warmup.steps="))]
+    return replace(found, fix=[f"optimizer.lr={usual:g}", *others])
 
 
 def contributing_rules(e: Evidence) -> list[Rule]:
