@@ -323,6 +323,35 @@ def test_an_optimizer_that_does_not_fit_is_named():
         restore(saved, moved, {})
 
 
+def test_state_of_another_shape_is_replaced_and_not_spread_over_the_old_one():
+    state = begin()
+    train(state, 1)
+    name, weight = next(iter(state.model.named_parameters()))
+    state.optimizer.state[weight]["trace"] = torch.ones(1)
+    saved = through_disk(capture(state, {}))
+    state.optimizer.state[weight]["trace"] = torch.zeros(3)
+    restore(saved, state, {})
+    assert torch.equal(state.optimizer.state[weight]["trace"], torch.ones(1)), name
+
+
+class Refusing(Counter):
+    """A part that refuses every state, with one kind of error."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def load_state_dict(self, state):
+        raise self.kind("wrong")
+
+
+@pytest.mark.parametrize("kind", [LookupError, TypeError, ValueError, AttributeError, RuntimeError])
+def test_whatever_a_part_says_of_a_state_that_does_not_fit_is_told_in_one_line(kind):
+    saved = through_disk(capture(begin(), {"guard": Counter([1.0])}))
+    with pytest.raises(ConfigError, match="state of 'guard' does not fit"):
+        restore(saved, begin(), {"guard": Refusing(kind)})
+
+
 def test_a_part_that_does_not_fit_is_named():
     saved = through_disk(capture(begin(), {"guard": Counter([1.0])}))
     with pytest.raises(ConfigError, match="has no state of 'scaler'"):

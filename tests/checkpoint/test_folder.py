@@ -5,11 +5,13 @@ Which checkpoints are kept and found is in `test_any_history.py`.
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from stabletrain.checkpoint import reader
-from stabletrain.checkpoint.folder import find
+from stabletrain.checkpoint.folder import find, kept
+from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.tracking.metrics import read_jsonl
 from tests.checkpoint.given import Run, flip, rewrite_manifest
 from tests.runs import TINY_GPT, command
@@ -55,6 +57,12 @@ def test_where_none_is_healthy_the_newest_is_used_and_a_line_says_so(tmp_path, c
     says = f"{run.path(20)} is not healthy, and no healthy one is left: continuing from it anyway"
     assert sick == f"stabletrain: {says}"
     assert [(kind, step) for kind, step, _ in run.events] == [("checkpoint_skipped", 30)]
+
+
+def test_of_each_retained_state_the_checkpoint_to_go_back_to_is_kept():
+    known = [Checkpoint(Path(f"step-{step}"), step, False, None, {}) for step in (10, 20, 30, 40)]
+    steps = [{int(path.name[5:]) for path in kept(known, 1, False, anchors)} for anchors in ((), (25,), (20, 9), (99,))]
+    assert steps == [{40}, {20, 40}, {20, 40}, {40}]
 
 
 # ----------------------------------------------------------------------------------------- what is left behind

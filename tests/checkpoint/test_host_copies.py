@@ -41,6 +41,11 @@ def test_tensors_lie_apart_in_blocks_without_waste(sizes, rounded):
         assert len(blocks) < 6
 
 
+def test_one_block_is_taken_if_its_waste_is_small_and_two_if_not():
+    assert places([64 * 1024] * 63 + [60 * 1024], rounded=True)[0] == [4096 * 1024]
+    assert places([64 * 1024] * 40, rounded=True)[0] == [2048 * 1024, 512 * 1024]
+
+
 def test_room_is_enough_for_every_dtype_and_shape():
     tensors = [torch.zeros(3, dtype=torch.bool), torch.zeros((), dtype=torch.int64), torch.zeros(2, 0), torch.zeros(65)]
     copies = host_copies(tensors)

@@ -167,6 +167,17 @@ def test_every_byte_of_a_manifest_counts(run):
     assert reader.verify(run.path(20)).val_loss == 1e-05
 
 
+def test_a_manifest_without_one_of_the_files_is_refused(run):
+    run.save(10)
+    files = json.loads((run.path(10) / "manifest.json").read_text())["files"]
+    for name in files:
+        rewrite_manifest(run.path(10), files={each: value for each, value in files.items() if each != name})
+        with pytest.raises(reader.UnusableCheckpoint, match="manifest.json does not match its checksum"):
+            reader.peek(run.path(10))
+    rewrite_manifest(run.path(10), files=files)
+    assert reader.peek(run.path(10)).step == 10
+
+
 def test_damage_after_verifying_is_noticed_when_loading(run):
     run.save(10)
     found = run.newest()

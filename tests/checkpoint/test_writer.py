@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,43 @@ def test_what_is_saved_is_what_is_loaded(run):
         assert torch.equal(found.load_model()[name], value)
     moments = loaded["optimizer"]["state"]["0.weight"]
     assert torch.equal(moments["exp_avg"], state.optimizer.state[next(model.parameters())]["exp_avg"])
+
+
+def test_tensors_begin_at_a_multiple_of_eight_bytes(run):
+    """Programs that map a file into memory read numbers of eight bytes there."""
+    for width in range(1, 9):
+        run.checkpoints.save(
+            10,
+            {"model": {"w" * width: torch.ones(2)}, "optimizer": {"state": {}}, "step": 10},
+            info={},
+            healthy=True,
+            val_loss=None,
+        )
+        header = int.from_bytes((run.path(10) / "model.safetensors").read_bytes()[:8], "little")
+        assert header % 8 == 0
+
+
+def test_the_seconds_of_a_checkpoint_are_those_that_its_writing_took(run):
+    began = time.perf_counter()
+    run.save(10)
+    ((_, _, fields),) = [event for event in run.events if event[0] == "checkpoint"]
+    assert 0 <= fields["seconds"] <= round(time.perf_counter() - began, 3)
+
+
+def test_what_can_be_deleted_of_a_folder_is_deleted(tmp_path, monkeypatch):
+    for name in ("a", "b", "c"):
+        (tmp_path / "folder" / name).mkdir(parents=True)
+        (tmp_path / "folder" / name / "file").touch()
+    rmdir = os.rmdir
+
+    def refusing(path, **where):
+        if os.path.basename(path) == "b":
+            raise PermissionError(path)
+        rmdir(path, **where)
+
+    monkeypatch.setattr(os, "rmdir", refusing)
+    writer.delete(tmp_path / "folder")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["b"]
 
 
 def test_any_program_reads_the_model_by_its_own_names(run):

@@ -68,6 +68,26 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "@dataclass(frozen=False)",
     ): NEVER_SET,
     (
+        "stabletrain/checkpoint/reader.py",
+        'return names[0] if names == [WHOLE[part]] else f"{part}/"',
+        'return names[ -1] if names == [WHOLE[part]] else f"{part}/"',
+    ): "there is one name here",
+    (
+        "stabletrain/checkpoint/reader.py",
+        "ours = all(map(PIECE.fullmatch, named)) if form == PARTED else named == {MODEL, TRAINING}",
+        "ours = all(map(PIECE.fullmatch, named)) if form >= PARTED else named == {MODEL, TRAINING}",
+    ): "PARTED is the larger of the two formats",
+    (
+        "stabletrain/checkpoint/reader.py",
+        "if rank == 0:",
+        "if rank <= 0:",
+    ): "ranks count from 0",
+    (
+        "stabletrain/checkpoint/folder.py",
+        "healthy = self.newest(healthy_only=True, at_most=newest.step - 1)",
+        "healthy = self.newest(healthy_only=True, at_most=newest.step | 1)",
+    ): "none is newer than the newest, which is not healthy",
+    (
         "stabletrain/guard/policy/off.py",
         "faulty_rank: int = -1",
         "faulty_rank: int = +1",
