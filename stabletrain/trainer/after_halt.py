@@ -11,7 +11,7 @@ from typing import Any
 
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
 from stabletrain.config.resuming import GROUPS, REFUSED, row_of
-from stabletrain.forensics.diagnosis.wording import lower_rate
+from stabletrain.forensics.diagnosis.wording import usual_rate
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.banner import relative_path
@@ -70,7 +70,9 @@ def usual_fixes(kind: str, values: Mapping[str, Any], usual_lr: float | None) ->
         return [f"guard.max_consecutive={10 * most}"]
     if kind in ("recheck", "state", "update"):  # the machine or the optimizer's code is at fault, not the settings
         return []
-    return [f"optimizer.lr={lower_rate(rate, usual_lr):.2g}"] if isinstance(rate, int | float) else []
+    if not isinstance(rate, int | float):
+        return []
+    return [f"optimizer.lr={usual_rate(values, usual_lr) or rate / 3:.2g}"]
 
 
 def changes_value(fix: str, choices: Mapping[str, str], values: Mapping[str, Any]) -> bool:

@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-from stabletrain.forensics.diagnosis.wording import lower_rate
-from stabletrain.trainer.after_halt import incident_fixes
+from stabletrain.trainer.after_halt import incident_fixes, usual_fixes
 from tests.reliability.whatif import cases as whatif
 from tests.reliability.whatif.cases import GPT, Case, Drawn, log_uniform
 from tests.reliability.whatif.record import trained
@@ -82,8 +81,9 @@ def first_fix(run: dict[str, Any], folder: Path, case: Case) -> str:
     """Returns the fix that a troubled run names first; empty if there is none that can be typed."""
     if known := incident_fixes(folder):
         return known[0]
-    rate = lower_rate(value_of(case, "optimizer.lr"), usual_lr(case))
-    return f"optimizer.lr={rate:.2g}" if run["status"] == "halted" else ""
+    if run["status"] != "halted":
+        return ""
+    return usual_fixes("spike", {"optimizer.lr": value_of(case, "optimizer.lr")}, usual_lr(case))[0]
 
 
 def causes(folder: Path) -> list[str]:

@@ -23,12 +23,12 @@ def halted(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.orig_argv", ["python", "train.py"])
     monkeypatch.chdir(tmp_path)
 
-    def halted(*fixes, typed=("seed=3",), checkpoint=Path("checkpoints/step-00000020"), kind="spike"):
+    def halted(*fixes, typed=("seed=3",), checkpoint=Path("checkpoints/step-00000020"), kind="spike", usual_lr=None):
         incidents = [{"event": "incident", "step": 3, "fix": ["clipping=zclip"]}]
         incidents += [{"event": "incident", "step": 30, "fix": list(fixes)}] if fixes else []
         (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in incidents))
         return after_halt(
-            parse_arguments(list(typed)), tmp_path / "run", checkpoint, kind, CHOICES, VALUES
+            parse_arguments(list(typed)), tmp_path / "run", checkpoint, kind, CHOICES, VALUES, usual_lr
         ).splitlines()
 
     (tmp_path / "run").mkdir()
@@ -110,3 +110,8 @@ def test_the_printed_command_trains_on(tmp_path, case):
         record = json.loads((tmp_path / ("run" if kind == "continue" else "anew") / "run.json").read_text())
         assert (record["status"], record["final"]["steps"]) == ("finished", 40)
         assert record["final"]["guard/updates"] > 20
+
+
+@pytest.mark.parametrize(("usual", "proposed"), [(3e-3, "0.003"), (0.03, "0.03"), (0.031, "0.1"), (None, "0.1")])
+def test_without_another_fix_a_rate_far_above_the_usual_one_is_lowered_to_it(halted, usual, proposed):
+    assert halted("look at the data", usual_lr=usual)[0].endswith(f"resume=run optimizer.lr={proposed}")

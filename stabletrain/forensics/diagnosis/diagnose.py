@@ -44,7 +44,7 @@ from stabletrain.forensics.diagnosis.causes import (
     zero_variance_norm,
 )
 from stabletrain.forensics.diagnosis.evidence import Evidence, moved_too_far
-from stabletrain.forensics.diagnosis.wording import FAR_TOO_HIGH
+from stabletrain.forensics.diagnosis.wording import usual_rate
 
 OPERATION_RULES = (zero_variance_norm, fp16_overflow, fp8_overflow, unsafe_op)
 """Rules that explain a single operation; only the first that holds is used."""
@@ -73,9 +73,8 @@ def diagnose(e: Evidence) -> Diagnosis:
 
 def usual_rate_first(found: Diagnosis, e: Evidence) -> Diagnosis:
     """Returns a diagnosis whose first fix is the usual learning rate, if the run's is far above it."""
-    rate, usual = e.setting.values.get("optimizer.lr"), e.setting.usual_lr
-    updated = e.reading.step > 1  # before the first update the rate has had no effect
-    if usual is None or not isinstance(rate, int | float) or rate < FAR_TOO_HIGH * usual or not updated:
+    usual = usual_rate(e.setting.values, e.setting.usual_lr)
+    if usual is None or e.reading.step == 1:  # before the first update the rate has had no effect
         return found
     others = [each for each in found.fix if not each.startswith(("optimizer.lr=", "warmup.steps="))]
     return replace(found, fix=[f"optimizer.lr={usual:g}", *others])

@@ -132,29 +132,30 @@ def smaller_updates(e: Evidence) -> list[str]:
     rate = e.setting.values.get("optimizer.lr")
     if e.drift is None or not isinstance(rate, int | float) or e.drift.share <= LR_TOO_HIGH or moved_beyond_lr(e):
         return lower_lr(e)
-    measured, usual = rate * HEALTHY_MOVE / e.drift.share, e.setting.usual_lr
-    if usual is not None and usual < rate:  # weights that have grown hide how far too long the updates are
-        measured = min(measured, usual)
-    return [f"optimizer.lr={measured:.1g}", *lower_lr(e)[:-1]]
+    return [f"optimizer.lr={rate * HEALTHY_MOVE / e.drift.share:.1g}", *lower_lr(e)[:-1]]
 
 
 def lower_lr(e: Evidence) -> list[str]:
-    """A lower learning rate; first twice the warmup, up to twice its length, if the rate is not far too high."""
-    rate, usual = e.setting.values.get("optimizer.lr"), e.setting.usual_lr
+    """A third of the learning rate; first twice the warmup, up to twice its length."""
     fix = []
+    rate = e.setting.values.get("optimizer.lr")
     if isinstance(rate, int | float):
-        lower = lower_rate(rate, usual)
-        fix.append(f"optimizer.lr={lower:.2g}")
-        if lower == usual:
-            return fix
+        fix.append(f"optimizer.lr={rate / 3:.2g}")
     if e.setting.warmup and e.reading.step <= 2 * e.setting.warmup:
         fix.insert(0, f"warmup.steps={2 * e.setting.warmup}")
     return fix
 
 
-def lower_rate(rate: float, usual: float | None) -> float:
-    """A third of a learning rate; the usual one of the optimizer, if it is lower than that."""
-    return rate / 3 if usual is None or usual > rate / FAR_TOO_HIGH else usual
+def usual_rate(values: Mapping[str, Any], usual: float | None) -> float | None:
+    """The optimizer's usual learning rate if the run's is far above it; else None.
+
+    Args:
+        values: the run's configuration by dotted key.
+        usual: None if it is not known.
+    """
+    rate = values.get("optimizer.lr")
+    far = usual is not None and isinstance(rate, int | float) and rate >= FAR_TOO_HIGH * usual
+    return usual if far else None
 
 
 def faster_second_moment(e: Evidence) -> list[str]:

@@ -81,3 +81,19 @@ def test_the_recorded_options_are_those_of_the_campaign():
     words = {word for case in all_cases() for word in case.overrides}
     for group in ("optimizer", "precision"):
         assert {word.partition("=")[2] for word in words if word.startswith(f"{group}=")} <= {*RECORDED[group]}
+
+
+def test_a_rate_is_lowered_until_updates_are_as_short_as_in_healthy_runs():
+    forecast = Forecast(500, "alarm")
+    forecast.set_run(NEAR, {"lr": 3.0})
+    (long,) = forecast.look(1, {"lr": 3.0, "grad/norm": 90.0, "monitors/update_ratio/a": 10.0})
+    assert long.fix[-1] == f"optimizer.lr={3.0 / (10.0 / fitted().healthy['update_ratio']):.2g}"
+    assert said(NEAR, large)[0].fix[-1] == "optimizer.lr=0.00033", "a third where updates are not long"
+
+
+@pytest.mark.parametrize(("usual", "fix"), [(3e-3, "0.003"), (0.3, "0.3"), (0.31, "1"), (None, "1"), (9.0, "1")])
+def test_a_rate_far_above_the_usual_one_is_lowered_to_it(usual, fix):
+    forecast = Forecast(500, "alarm")
+    forecast.set_run(NEAR, {"lr": 3.0}, usual)
+    (found,) = forecast.look(1, {"lr": 3.0, **large(1), "monitors/update_ratio/a": 0.9})
+    assert found.fix[-1] == f"optimizer.lr={fix}"

@@ -148,3 +148,29 @@ def test_causes_that_hold_for_want_of_others_do_not_contribute():
     assert causes(replace(SPIKE, outcomes={**SPIKE.outcomes, "older_state": BAD}, sizes=sizes, before=before)) == [
         "attention_logit_growth"
     ]
+
+
+@pytest.mark.parametrize(
+    ("rate", "usual", "step", "fix"),
+    [
+        (3.0, 3e-3, 50, "optimizer.lr=0.003"),
+        (0.03, 3e-3, 50, "optimizer.lr=0.003"),
+        (0.029, 3e-3, 50, "qknorm=layernorm"),
+        (3.0, 3e-3, 1, "qknorm=layernorm"),
+        (3.0, None, 50, "qknorm=layernorm"),
+        (1e-3, 3e-3, 50, "qknorm=layernorm"),
+    ],
+)
+def test_at_a_rate_far_above_the_usual_one_that_rate_is_the_first_fix(rate, usual, step, fix):
+    sizes, before = GROWTH
+    setting = replace(SETTING, values={"optimizer.lr": rate}, usual_lr=usual)
+    grown = replace(SPIKE, sizes=sizes, before=before, setting=setting, reading=READING._replace(step=step))
+    found = diagnose(grown)
+    assert (found.cause, found.fix[0]) == ("attention_logit_growth", fix)
+    assert "qknorm=layernorm" in found.fix
+    assert sum(each.startswith("optimizer.lr=") for each in found.fix) == 1
+
+
+def test_what_updates_do_not_bring_about_keeps_its_fix_at_any_rate():
+    setting = replace(SETTING, values={"optimizer.lr": 3.0}, usual_lr=3e-3)
+    assert diagnose(replace(FAILED, setting=setting)).fix == diagnose(FAILED).fix

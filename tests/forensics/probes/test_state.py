@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.forensics.probes.state import MAX_MOMENT_RATIO, OUTLIER_RATIO, damaged, drift, staleness, update_length
+from stabletrain.forensics.probes.state import (
+    MAX_MOMENT_RATIO,
+    OUTLIER_RATIO,
+    damaged,
+    drift,
+    last_move,
+    staleness,
+    update_length,
+)
 
 
 class Small(nn.Module):
@@ -143,3 +151,15 @@ def test_updates_are_one_learning_rate_long_if_both_moments_are_equally_old(mode
     assert update_length(adam(model, first=first, second=second / 25)) == pytest.approx(5.0, rel=1e-5)
     assert math.isnan(update_length(adam(model, steps=0.0)))
     assert math.isnan(update_length(torch.optim.SGD([model.weight])))
+
+
+def test_without_an_older_state_the_last_update_tells_how_far_weights_move(model):
+    optimizer = adam(model, first=0.1, second=0.01)
+    rate = optimizer.param_groups[0]["lr"]
+    way = last_move(optimizer)
+    assert (way.steps, way.grown, way.adaptive) == (1, 1.0, True)
+    assert way.moved == pytest.approx(rate * update_length(optimizer), rel=1e-5)
+    sizes = sorted(float(p.detach().square().mean().sqrt()) for p in model.parameters())
+    assert rate / sizes[-1] <= way.share / update_length(optimizer) <= rate / sizes[0]
+    assert last_move(torch.optim.SGD(model.parameters(), lr=0.1)) is None
+    assert last_move(adam(model, steps=0.0)) is None

@@ -173,3 +173,20 @@ def test_the_first_lines_say_what_a_halt_starts_and_how_often_checksums_are_made
         guard = SkipGuard()
         guard.state_check = SimpleNamespace(every=every)
         assert f"; {said})" in guard.note
+
+
+@pytest.mark.parametrize(
+    ("fix", "said"),
+    [
+        (None, "lower optimizer.lr, lengthen warmup.steps"),
+        ([], "lower optimizer.lr, lengthen warmup.steps"),
+        (["optimizer.lr=0.003"], "every batch fails on these weights; fix: optimizer.lr=0.003"),
+    ],
+)
+def test_a_halt_gives_the_advice_of_its_incident(fix, said):
+    guard = SkipGuard(max_consecutive=2)
+    guard.judge(reading(math.nan, applied=False, step=1))
+    if fix is not None:
+        guard.note_mistake(SimpleNamespace(fix=fix, verdict="", cause="lr_too_high"))
+    assert guard.judge(reading(math.nan, applied=False, step=2)) is Verdict.HALT
+    assert said in guard.reason
