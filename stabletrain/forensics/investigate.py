@@ -86,7 +86,7 @@ def investigate(subject: Subject, request: IncidentRequest, setting: RunSettings
     elif kind == "recheck":  # two computations were compared, and a third: a replay would show nothing more
         found = replace(found, recheck=subject.recheck)
     elif kind == "update":  # the forward and backward pass were finite: only the optimizer's step is run again
-        found = with_update(subject, found, attempt)
+        found = with_update(subject, found, request.optimizer, attempt)
     else:
         found = with_step(subject, found, request, attempt)
     diagnosis = subject.diagnose(found)
@@ -121,8 +121,11 @@ class Checks:
             return otherwise
 
 
-def with_update(subject: Subject, found: Evidence, attempt: Checks) -> Evidence:
-    """Adds the evidence from running the optimizer's step again."""
+def with_update(subject: Subject, found: Evidence, optimizer: Optimizer | None, attempt: Checks) -> Evidence:
+    """Adds the evidence from the state before the step, and from running the optimizer's step again."""
+    older = attempt("older state", subject.older, None)
+    damage = attempt("state before the step", lambda: damaged(subject.model, subject.buffers, optimizer, older), [])
+    found = replace(found, damage=damage)
     if subject.update is None:
         attempt.failures.append("the optimizer's step: it cannot be run again")
         return found

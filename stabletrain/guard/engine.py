@@ -37,7 +37,7 @@ from stabletrain.forensics.probes.samples import MAX_LISTED, describe
 from stabletrain.guard.checks.comparing import Compared
 from stabletrain.guard.checks.copies import put_back_after
 from stabletrain.guard.checks.recheck import collect_finding
-from stabletrain.guard.checks.written import state_is_finite, update_is_finite
+from stabletrain.guard.checks.written import state_is_sound, update_is_finite
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
@@ -230,7 +230,7 @@ def check_machine(step: ReadStep, verdict: Verdict, cause: str | None) -> Verdic
         guard.reason = f"{guard.reason}: weights or buffers were not finite before the first step"
         return Verdict.HALT
     # Weights or moments that are not finite: every later step would be skipped, so restore an older state.
-    damaged = cause == "corrupt_state" or not state_is_finite(state.model, state.optimizer)
+    damaged = cause == "corrupt_state" or not state_is_sound(state.model, state.optimizer)
     if step.parallel.any_rank(damaged):
         found = guard.on_machine_fault(reading.step, f"{guard.reason}: {DAMAGED}", damaged=True, otherwise=verdict)
         if found is not verdict:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from stabletrain.checkpoint.capture import Stateful, capture, restore
 from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.guard.checks.written import state_is_finite
+from stabletrain.guard.checks.written import state_is_sound
 from stabletrain.guard.policy import NoGuard
 from stabletrain.records import TrainState
 from stabletrain.tracking.tracker import NoTracker
@@ -138,7 +138,7 @@ class KeptStates:
         trial = copy(self.state)
         restore(tree, trial, {})
         has_checksums = self._guard.state_check.restored(trial, self._references.get(tree["step"]))
-        return has_checksums and state_is_finite(trial.model, trial.optimizer)
+        return has_checksums and state_is_sound(trial.model, trial.optimizer)
 
     # ---- restore
 

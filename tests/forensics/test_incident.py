@@ -203,6 +203,21 @@ def test_an_update_that_is_not_finite_is_filed_with_the_batch_and_is_not_replaye
         replay_incident(folder)
 
 
+def test_a_moment_that_was_impossible_before_the_update_is_to_blame_for_it(repro):
+    model = repro.model
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    damaged, *_ = optimizer.state.values()
+    damaged["exp_avg_sq"].view(-1)[0] = -1.0
+    subject = StepSubject(replace(repro, update=lambda: trace_update(model, optimizer, optimizer.step)))
+    found = investigate(subject, IncidentRequest("update", optimizer, classes=2), RunSettings())
+    assert found.evidence.update is not None
+    assert found.diagnosis.cause == "corrupt_state"
+    assert "a mean of squares cannot be" in found.diagnosis.verdict
+
+
 def test_an_update_that_is_finite_when_it_is_run_again_is_the_machines_fault(repro):
     for update, cause in ((lambda: None, "hardware_fault"), (None, "unsafe_optimizer")):
         subject = StepSubject(replace(repro, update=update))

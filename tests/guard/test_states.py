@@ -121,11 +121,16 @@ def test_a_snapshot_that_is_damaged_on_another_rank_is_dropped_here_too():
     assert not answers
 
 
-def test_without_checksums_a_snapshot_must_still_be_finite():
+@pytest.mark.parametrize("what", ["a weight is not finite", "a mean of squares is negative"])
+def test_without_checksums_a_snapshot_must_still_be_sound(what):
     kept = Kept(checksum_every=0)
     kept.damage(12)
     assert kept.states.newest_intact(12, step=13)["step"] == 12, "nothing tells that it was changed"
-    kept.states.snapshots.newest(12)["model"]["4.weight"].fill_(torch.inf)
+    tree = kept.states.snapshots.newest(12)
+    if what == "a weight is not finite":
+        tree["model"]["4.weight"].fill_(torch.inf)
+    else:
+        tree["optimizer"]["state"]["4.weight"]["exp_avg_sq"].view(-1)[3] = -1e-3
     assert kept.states.newest_intact(12, step=13)["step"] == 8
 
 

@@ -46,7 +46,7 @@ PACKAGE = f"{Path(stabletrain.__file__).parent}/"
 
 READERS = {
     "buffers.py:is_huge": "looks at each buffer once, when it is first seen: is it a mask?",
-    "guard/checks/written.py:state_is_finite": "looks at the state after a skipped step: is it damaged?",
+    "guard/checks/written.py:state_is_sound": "looks at the state after a skipped step: is it damaged?",
     "guard/checks/written.py:update_is_finite": "looks at an update that was run again after a skipped step",
     "guard/checks/written.py:note_start": "looks at the state once, before the first step",
     "guard/checks/update_check.py:judge": "with copies, an update that is not proven is undone before the next step",

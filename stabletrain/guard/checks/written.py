@@ -160,12 +160,16 @@ def numbers_are_finite(optimizer: Optimizer) -> bool:
     )
 
 
-def state_is_finite(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Returns whether weights and moments are finite; waits for the device.
+@torch.no_grad()
+def state_is_sound(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Returns whether weights and moments are finite, and no mean of squares is negative; waits for the device.
 
     Buffers are left out: the forward pass of a later step may have written them.
     """
-    return bool(all_finite(model, optimizer, next(model.parameters()).device, buffers=False))
+    device = next(model.parameters()).device
+    moments = (as_dense(state["exp_avg_sq"]) for state in optimizer.state.values() if "exp_avg_sq" in state)
+    negative = [(moment < 0).any() for moment in moments if moment is not None]  # its root is NaN in the next update
+    return bool(all_finite(model, optimizer, device, buffers=False)) and not any(map(bool, negative))
 
 
 def update_is_finite(model: nn.Module, optimizer: Optimizer) -> bool:

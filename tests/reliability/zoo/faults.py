@@ -106,10 +106,11 @@ ALL: list[Fault] = [
         fix="run",
         steps=45,
     ),
+    # Two that the update reveals: an older state is put back first, and what is seen then is that all is well.
     Fault(
         "a negative second moment",
         "gpt",
-        "corrupt_state",
+        "hardware_fault",
         (),
         partial(every_step, partial(spoil_once, 15, partial(poison_moment, -1.0))),
         fix="run",
@@ -118,7 +119,7 @@ ALL: list[Fault] = [
     Fault(
         "a NaN momentum",
         "resnet",
-        "corrupt_state",
+        "hardware_fault",
         (),
         partial(every_step, partial(spoil_once, 15, partial(poison_moment, float("nan")))),
         fix="run",

@@ -73,8 +73,9 @@ def grow(names: Sequence[str], factor: float, start: int, stop: int, job: Traini
 
 
 def spoil_once(tick: int, act: Callable[[TrainingRun], None], job: TrainingRun) -> None:
-    """Acts at one executed step."""
-    if job.state.executed_steps == tick:
+    """Acts at one executed step; not again if that step is replayed."""
+    if job.state.executed_steps == tick and not getattr(job, "spoilt", False):
+        job.spoilt = True
         act(job)
 
 
