@@ -25,6 +25,7 @@ from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.engine import ReadStep, note_taken_again, settle
 from stabletrain.guard.incidents import Incidents, settings
+from stabletrain.guard.loop_mistakes import ScaledClipping, watch_for_lost_moments
 from stabletrain.guard.options import check_loader, make_policy
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.policy import SkipGuard
@@ -180,6 +181,7 @@ class LoopGuard:
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None
         self.rolled_back = 0
+        self._clipping = ScaledClipping()
         self._alternated_at: int | None = None  # own step before the newest step of another guard
         _GUARDS[loop.optimizer] = ref(self)
         loop.optimizer.register_step_pre_hook(check_caller)
@@ -247,6 +249,7 @@ class LoopGuard:
             return
         if reading.applied:
             loop.note_applied(begun, reading)
+            self._show(self._clipping.add(reading))
         self._show(policy.new_alarms())
         # Only now are weights, moments and buffers final: take the checksums that the next step compares with.
         loop.remember_state()
@@ -365,6 +368,12 @@ class LoopGuard:
         self._loop.load_state_dict(state)
         self._shown_step, self._incidents.handler.newest = self._loop.steps, state.get("newest_kind", "")
         self.last, self.rolled_back, self._alternated_at = None, 0, None
+        if self._loop.steps:
+            watch_for_lost_moments(self._loop.optimizer, self._loop.steps, self._note_lost_moments)
+
+    def _note_lost_moments(self, alarm: Alarm) -> None:
+        """Shows the alarm of an optimizer that was not restored."""
+        self._show([alarm])
 
 
 def check_caller(optimizer: Optimizer, *arguments: Any) -> None:
