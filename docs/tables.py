@@ -84,7 +84,8 @@ def commands() -> Iterator[str]:
             yield from ([] if not section else ["```", ""])
             yield from (f"### {row.section}", "", "<!-- transcript: run by tests/refusals -->", "```text")
             section = row.section
-        yield from (f"$ stabletrain {row.command}", row.message)
+        prompt = ">>>" if row.command.startswith("Guard") else "$ stabletrain"
+        yield from (f"{prompt} {row.command}", row.message)
     yield "```"
 
 

@@ -26,6 +26,8 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
         raise ConfigError("torch.optim.LBFGS runs forward and backward several times in a step: Guard cannot judge it")
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         name = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"Guard(model, {name}(...)): give the torch.optim.Optimizer that updates the model")
         raise ConfigError(
             f"{name} is no complete optimizer: call super().__init__(params, defaults) in {name}.__init__"
         )

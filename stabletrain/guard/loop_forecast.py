@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from stabletrain.errors import ConfigError
 from stabletrain.extension import HORIZON, NoForecast, Prediction, extension
 from stabletrain.guard.in_code import in_code
 from stabletrain.guard.incidents import plain_number
@@ -126,11 +125,5 @@ def for_any_loop(found: Prediction) -> Prediction:
 
 
 def forecast_of_loop(every: int, state: TrainState, judge: Judge, tracker: NoTracker) -> NoLoopForecast:
-    """Returns the forecast that looks at every `every`-th applied step; for 0 none.
-
-    Raises:
-        ConfigError: `every` is negative.
-    """
-    if every < 0:
-        raise ConfigError(f"Guard(forecast_every={every}) is below 0: 25 is usual, 0 predicts nothing")
+    """Returns the forecast that looks at every `every`-th applied step; for 0 none."""
     return LoopForecast(every, state, judge, tracker) if every else NoLoopForecast()

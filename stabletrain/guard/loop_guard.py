@@ -26,7 +26,7 @@ from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.engine import ReadStep, note_taken_again, settle
 from stabletrain.guard.incidents import Incidents, settings
 from stabletrain.guard.loop_mistakes import ScaledClipping, watch_for_lost_moments
-from stabletrain.guard.options import check_loader, make_policy
+from stabletrain.guard.options import check_loader, check_numbers, make_policy
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.guard.reports import LoopTracker, log_alarms, log_predictions
@@ -151,6 +151,9 @@ class LoopGuard:
         keep_state: bool = True,
         forecast_every: int = 0,
     ) -> None:
+        check_numbers(
+            max_norm=max_norm, max_incidents=max_incidents, max_seconds=max_seconds, forecast_every=forecast_every
+        )
         policy = make_policy(
             policy,
             rollback=rollback,

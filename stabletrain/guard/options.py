@@ -17,6 +17,33 @@ from stabletrain.guard.policy.slow_loop import loop_slow_spikes
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.loop import GradScaled, precision_of_loop
 
+FROM_0 = {
+    "checksum_every": "1 checks between all updates, 0 never",
+    "recheck_every": "250 is usual, 0 repeats nothing",
+    "max_incidents": "10 is usual, 0 files none",
+    "forecast_every": "25 is usual, 0 predicts nothing",
+}
+ABOVE_0 = {"max_norm": "1.0 is usual; leave it out for no clipping", "max_seconds": "120 is usual"}
+"""Both: arguments of `Guard` that are numbers of at least 0, or above it, and what is usual."""
+
+
+def check_numbers(**given: Any) -> None:
+    """Checks arguments of `Guard` by name; None is none.
+
+    Raises:
+        ConfigError: one is no number, or out of bounds.
+    """
+    for name, value in given.items():
+        usual = (FROM_0 | ABOVE_0)[name]
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"Guard({name}={value!r}) is not a number: {usual}")
+        if name in ABOVE_0 and not value > 0:
+            raise ConfigError(f"Guard({name}={value}) is not above 0: {usual}")
+        if name in FROM_0 and value < 0:
+            raise ConfigError(f"Guard({name}={value}) is below 0: {usual}")
+
 
 def make_policy(
     policy: SkipGuard | None = None,
@@ -33,10 +60,14 @@ def make_policy(
     Raises:
         ConfigError: an option is out of bounds.
     """
-    if checksum_every < 0:
-        raise ConfigError(f"Guard(checksum_every={checksum_every}) is below 0: 1 checks between all updates, 0 never")
-    if recheck_every < 0:
-        raise ConfigError(f"Guard(recheck_every={recheck_every}) is below 0: 250 is usual, 0 repeats nothing")
+    check_numbers(checksum_every=checksum_every, recheck_every=recheck_every)
+    if rollback and policy is not None and not isinstance(policy, RollbackGuard):
+        name = type(policy).__name__
+        raise ConfigError(f"Guard(rollback=True, policy={name}(...)): {name} never rolls back; give RollbackGuard(...)")
+    modes = (RollbackGuard if rollback else SkipGuard).slow_modes
+    if policy is None and slow not in modes:
+        more = "" if rollback else "; with rollback=True also rollback"
+        raise ConfigError(f"Guard(slow={slow!r}) is not one of {', '.join(modes)}{more}")
     made = copy.deepcopy(policy) if policy is not None else (RollbackGuard if rollback else SkipGuard)(slow=slow)
     made.in_own_loop = True
     made.lone_loss_is_spike = False  # nothing is known about the loop's loss

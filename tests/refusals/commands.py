@@ -10,16 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core import utils
 from PIL import Image
+from torch import nn
 
-from stabletrain import api
+from stabletrain import Guard, api
 from stabletrain.cli.commands import main
 from stabletrain.config import composed
 from stabletrain.data import text
 from stabletrain.errors import ConfigError
+from stabletrain.guard.policy import SkipGuard
 from stabletrain.trainer import loop
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -88,8 +91,12 @@ def refusal(command: str) -> str:
     """Returns what a command prints on stderr when it is refused with exit code 2, without the program's name.
 
     Args:
-        command: as it is typed after `stabletrain`.
+        command: as it is typed after `stabletrain`; or a call of `Guard` in Python.
     """
+    if command.startswith("Guard"):
+        with pytest.raises(ConfigError) as refused:
+            eval(command, names_of_a_loop())
+        return str(refused.value)
     words = shlex.split(command)
     if words[:1] == ["train"]:  # the command itself sets up signals, and ends the process
         with pytest.raises(ConfigError) as refused:
@@ -101,6 +108,21 @@ def refusal(command: str) -> str:
     assert code == ConfigError.exit_code, said.getvalue()
     # argparse prints its usage first
     return here(said.getvalue().removeprefix("stabletrain: ").rpartition(" error: ")[2].removesuffix("\n"))
+
+
+def names_of_a_loop() -> dict[str, Any]:
+    """Returns the names that the calls of `Guard` use: those of a loop of a user's own."""
+    model, another = nn.Linear(4, 3), nn.Linear(4, 3)
+    return {
+        "Guard": Guard,
+        "SkipGuard": SkipGuard,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "lbfgs": torch.optim.LBFGS(model.parameters()),
+        "of_another_model": torch.optim.SGD(another.parameters(), lr=0.1),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "loss_fn": nn.functional.cross_entropy,
+    }
 
 
 def here(message: str) -> str:

@@ -1,4 +1,4 @@
-"""The table of refused commands, `refused.txt`: what is typed after `stabletrain`, and what is printed.
+"""The table of refusals, `refused.txt`: what is typed after `stabletrain`, or a call of `Guard`, and the message.
 
 A section begins with `# <its title>`, a row with `$ <command>`, and the line below it is the whole message.
 """

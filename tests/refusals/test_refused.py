@@ -22,6 +22,7 @@ AS_PROCESSES = ["train optimizer.lr=-1", "train steps=[", "train --steps 100", "
 def is_beside(command):
     """Whether a command, or what its message names, needs `stabletrain/beside/`."""
     of_the_core = command.split(" ")[0] in ("train", "prepare", "sample", "diagnose", "replay")
+    of_the_core |= command.startswith("Guard")
     return not of_the_core or " faults" in command or "forecast." in command
 
 
