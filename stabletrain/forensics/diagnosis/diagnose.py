@@ -11,7 +11,8 @@ its rule holds, and so does its condition in this table.
 | the batch | another batch is normal, and the samples that make the step fail are known |
 
 At a learning rate far above the optimizer's usual one, causes that updates bring about are diagnosed as at any other
-rate, but the usual rate is the first fix: with any other fix the run soon fails in another way.
+rate, but the usual rate is the first fix: with any other fix the run soon fails in another way. If the diagnosis is the
+learning rate, twice the usual one is enough for that.
 
 Nothing contributes to a weight that was never initialised, a corrupt state or a hardware fault: they explain everything
 that was measured after them.
@@ -44,7 +45,7 @@ from stabletrain.forensics.diagnosis.causes import (
     zero_variance_norm,
 )
 from stabletrain.forensics.diagnosis.evidence import Evidence, moved_too_far
-from stabletrain.forensics.diagnosis.wording import usual_rate
+from stabletrain.forensics.diagnosis.wording import FAR_TOO_HIGH, HIGH, usual_rate
 
 OPERATION_RULES = (zero_variance_norm, fp16_overflow, fp8_overflow, unsafe_op)
 """Rules that explain a single operation; only the first that holds is used."""
@@ -73,7 +74,8 @@ def diagnose(e: Evidence) -> Diagnosis:
 
 def usual_rate_first(found: Diagnosis, e: Evidence) -> Diagnosis:
     """Returns a diagnosis whose first fix is the usual learning rate, if the run's is far above it."""
-    usual = usual_rate(e.setting.values, e.setting.usual_lr)
+    times = HIGH if found.cause == "lr_too_high" else FAR_TOO_HIGH
+    usual = usual_rate(e.setting.values, e.setting.usual_lr, times)
     if usual is None or e.reading.step == 1:  # before the first update the rate has had no effect
         return found
     others = [each for each in found.fix if not each.startswith(("optimizer.lr=", "warmup.steps="))]

@@ -22,7 +22,10 @@ HEALTHY_MOVE = 0.01
 """Share of its own RMS that a typical parameter may move in a step."""
 
 FAR_TOO_HIGH = 10.0
-"""From this many times the optimizer's usual learning rate on, that rate is proposed, not a third of the run's."""
+"""From this many times the optimizer's usual learning rate on, it is the first fix for what updates bring about."""
+
+HIGH = 2.0
+"""The same if the diagnosis says that the learning rate is too high."""
 
 CUSTOMARY_STD = 0.02
 
@@ -146,15 +149,16 @@ def lower_lr(e: Evidence) -> list[str]:
     return fix
 
 
-def usual_rate(values: Mapping[str, Any], usual: float | None) -> float | None:
-    """The optimizer's usual learning rate if the run's is far above it; else None.
+def usual_rate(values: Mapping[str, Any], usual: float | None, times: float = FAR_TOO_HIGH) -> float | None:
+    """The optimizer's usual learning rate if the run's is at least so many times as high; else None.
 
     Args:
         values: the run's configuration by dotted key.
         usual: None if it is not known.
+        times: how many.
     """
     rate = values.get("optimizer.lr")
-    far = usual is not None and isinstance(rate, int | float) and rate >= FAR_TOO_HIGH * usual
+    far = usual is not None and isinstance(rate, int | float) and rate >= times * usual
     return usual if far else None
 
 

@@ -171,6 +171,15 @@ def test_at_a_rate_far_above_the_usual_one_that_rate_is_the_first_fix(rate, usua
     assert sum(each.startswith("optimizer.lr=") for each in found.fix) == 1
 
 
+@pytest.mark.parametrize(
+    ("rate", "fix"), [(6e-3, "optimizer.lr=0.003"), (5.9e-3, "optimizer.lr=0.002"), (3e-3, "optimizer.lr=0.001")]
+)
+def test_a_rate_that_is_said_to_be_too_high_is_lowered_to_the_usual_one(rate, fix):
+    setting = replace(SETTING, values={"optimizer.lr": rate}, usual_lr=3e-3)
+    found = diagnose(replace(SPIKE, setting=setting))
+    assert (found.cause, found.fix) == ("lr_too_high", [fix])
+
+
 def test_what_updates_do_not_bring_about_keeps_its_fix_at_any_rate():
     setting = replace(SETTING, values={"optimizer.lr": 3.0}, usual_lr=3e-3)
     assert diagnose(replace(FAILED, setting=setting)).fix == diagnose(FAILED).fix
