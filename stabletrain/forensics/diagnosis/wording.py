@@ -22,7 +22,7 @@ HEALTHY_MOVE = 0.01
 """Share of its own RMS that a typical parameter may move in a step."""
 
 FAR_TOO_HIGH = 10.0
-"""From this many times the optimizer's usual learning rate on, it is the first fix for what updates bring about."""
+"""The optimizer's usual rate is the first fix for what updates bring about, from this many times it on."""
 
 HIGH = 2.0
 """The same if the diagnosis says that the learning rate is too high."""

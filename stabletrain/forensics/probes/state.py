@@ -37,9 +37,10 @@ def damaged(
     """
     before = {} if older is None else dict(older["model"])
     found = []
-    for name, tensor in model.named_parameters():
-        found += check("parameter", name, tensor, before.get(name))
-    masks = masks_of(model) or [False] * len(buffers)  # a mask holds -inf on purpose
+    for name, tensor in model.named_parameters():  # a mask holds -inf on purpose; it may be a frozen parameter
+        mask = not tensor.requires_grad and bool(tensor.isinf().any()) and not bool(tensor.isnan().any())
+        found += [] if mask else check("parameter", name, tensor, before.get(name))
+    masks = masks_of(model) or [False] * len(buffers)
     for (name, _), tensor, mask in zip(model.named_buffers(), buffers, masks, strict=True):
         found += [] if mask else check("buffer", name, tensor, None)
     if optimizer is not None:

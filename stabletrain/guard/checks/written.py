@@ -167,9 +167,11 @@ def state_is_sound(model: nn.Module, optimizer: Optimizer) -> bool:
     Buffers are left out: the forward pass of a later step may have written them.
     """
     device = next(model.parameters()).device
-    moments = (as_dense(state["exp_avg_sq"]) for state in optimizer.state.values() if "exp_avg_sq" in state)
-    negative = [(moment < 0).any() for moment in moments if moment is not None]  # its root is NaN in the next update
-    return bool(all_finite(model, optimizer, device, buffers=False)) and not any(map(bool, negative))
+    sound = all_finite(model, optimizer, device, buffers=False)
+    for state in optimizer.state.values():
+        if "exp_avg_sq" in state and (moment := as_dense(state["exp_avg_sq"])) is not None:
+            sound = sound & (moment >= 0).all().to(device)  # the root of a negative one is NaN in the next update
+    return bool(sound)
 
 
 def update_is_finite(model: nn.Module, optimizer: Optimizer) -> bool:

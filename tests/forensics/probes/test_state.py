@@ -163,3 +163,13 @@ def test_without_an_older_state_the_last_update_tells_how_far_weights_move(model
     assert rate / sizes[-1] <= way.share / update_length(optimizer) <= rate / sizes[0]
     assert last_move(torch.optim.SGD(model.parameters(), lr=0.1)) is None
     assert last_move(adam(model, steps=0.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("frozen", "value", "is_damage"), [(True, -math.inf, False), (True, math.nan, True), (False, -math.inf, True)]
+)
+def test_a_frozen_parameter_may_be_a_mask(model, frozen, value, is_damage):
+    model.weight.requires_grad_(not frozen)
+    with torch.no_grad():
+        model.weight.view(-1)[0] = value
+    assert bool(found(model)) == is_damage
