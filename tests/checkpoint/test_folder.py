@@ -65,6 +65,20 @@ def test_of_each_retained_state_the_checkpoint_to_go_back_to_is_kept():
     assert steps == [{40}, {20, 40}, {20, 40}, {40}]
 
 
+def test_beside_the_newest_the_last_two_healthy_ones_are_kept():
+    known = [Checkpoint(Path(f"step-{step}"), step, step < 40, None, {}) for step in (10, 20, 30, 40, 50)]
+    steps = [{int(path.name[5:]) for path in kept(known, keep, False)} for keep in (1, 2, 3)]
+    assert steps == [{30, 50}, {20, 30, 40, 50}, {20, 30, 40, 50}]
+
+
+def test_a_run_reaches_back_as_far_as_its_oldest_checkpoint(tmp_path):
+    run = Run(tmp_path, keep=4)
+    assert not run.checkpoints.reaches(10)
+    for step in (20, 30):
+        run.save(step)
+    assert [run.checkpoints.reaches(step) for step in (19, 20, 21, 35)] == [False, True, True, True]
+
+
 # ----------------------------------------------------------------------------------------- what is left behind
 
 

@@ -63,6 +63,40 @@ def test_tensors_begin_at_a_multiple_of_eight_bytes(run):
         assert header % 8 == 0
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (("model", "w"), math.nan, "w is not finite"),
+        (("model", "w"), -math.inf, "w is not finite"),
+        (("optimizer", "state", "w", "exp_avg"), math.inf, "optimizer/w/exp_avg is not finite"),
+        (("optimizer", "state", "w", "exp_avg_sq"), -1e-9, "optimizer/w/exp_avg_sq is negative"),
+        (("optimizer", "state", "w", "exp_avg"), -1.0, None),
+        (("model", "count"), 1, None),
+    ],
+)
+def test_a_state_with_one_impossible_value_is_unsound(place, value, why):
+    moments = {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    tree = {
+        "model": {"w": torch.ones(3), "count": torch.zeros(3, dtype=torch.int64)},
+        "optimizer": {"state": {"w": moments}},
+    }
+    assert writer.unsound(tree) is None
+    at = tree
+    for name in place:
+        at = at[name]
+    at[1] = value
+    assert writer.unsound(tree) == why
+
+
+def test_a_link_is_deleted_and_what_it_points_to_is_not(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    writer.delete(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["real"]
+    assert (tmp_path / "real" / "file").exists()
+
+
 def test_the_seconds_of_a_checkpoint_are_those_that_its_writing_took(run):
     began = time.perf_counter()
     run.save(10)
