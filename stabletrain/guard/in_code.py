@@ -27,7 +27,7 @@ IN_CODE = {
     "init.std=": "smaller initial weights: std {}",
     "init=": "smaller initial weights",
     "warmup.steps=": "a longer warmup: {} steps",
-    "clipping=": "clip gradients: Guard(max_norm=1.0)",
+    "clipping=": "clip gradients by their norm: clip_grad_norm_(parameters, 1.0), or Guard(max_norm=1.0)",
     "guard=rollback": "keep snapshots to go back to: Guard(rollback=True)",
     "resume=": "go back to the last good checkpoint; Guard(rollback=True) keeps snapshots to go back to by itself",
 }

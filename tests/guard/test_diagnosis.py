@@ -19,6 +19,7 @@ from torch import nn
 from stabletrain.errors import TrainingHalted
 from stabletrain.forensics.incident_list import incidents
 from stabletrain.guard.guard import Guard
+from stabletrain.guard.in_code import IN_CODE
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.guard.saved_step import replay_loop_step
 from tests.guard.given import Loop, batches, bits, network, same
@@ -346,7 +347,7 @@ def test_a_spike_names_the_batch(tmp_path):
     record = record_of(guard)
     assert (record["kind"], record["cause"]) == ("spike", "bad_batch")
     assert record["verdict"].startswith("sample 4 of the batch holds a value of")
-    assert record["fix"] == ["clean sample 4 of the batch", "clip gradients: Guard(max_norm=1.0)"]
+    assert record["fix"] == ["clean sample 4 of the batch", IN_CODE["clipping="]]
 
 
 def test_corrupt_moments_are_found(tmp_path):

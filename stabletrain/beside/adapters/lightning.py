@@ -37,8 +37,8 @@ class GuardCallback(GuardHolder, pl.Callback):
         first: whether the present micro-batch is the first of its step.
 
     Args:
-        folder, rollback, max_incidents, max_seconds, policy: as for `Guard`. After a rollback, training goes on with
-            the next batches: Lightning cannot pass over any (`guard.rolled_back`).
+        folder, rollback, slow, loss, max_incidents, max_seconds, policy: as for `Guard`. After a rollback, training
+            goes on with the next batches: Lightning cannot pass over any (`guard.rolled_back`).
     """
 
     def __init__(
@@ -46,12 +46,14 @@ class GuardCallback(GuardHolder, pl.Callback):
         folder: str | Path = "incidents",
         *,
         rollback: bool = False,
+        slow: str = "alarm",
+        loss: str = "minimized",
         max_incidents: int = 10,
         max_seconds: float = 120.0,
         policy: Any = None,
     ) -> None:
         limits = {"max_incidents": max_incidents, "max_seconds": max_seconds}
-        super().__init__(folder=folder, rollback=rollback, policy=policy, **limits)
+        super().__init__(folder=folder, rollback=rollback, slow=slow, loss=loss, policy=policy, **limits)
         self._state: dict[str, Any] = {}
         self.first = True
         self._clips = False

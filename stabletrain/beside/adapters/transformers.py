@@ -41,8 +41,8 @@ class GuardCallback(GuardHolder, TrainerCallback):
 
     Args:
         trainer: the Trainer that the callback is added to.
-        folder, rollback, max_incidents, max_seconds, policy: as for `Guard`. After a rollback, training goes on with
-            the next batches: the Trainer cannot pass over any (`guard.rolled_back`).
+        folder, rollback, slow, loss, max_incidents, max_seconds, policy: as for `Guard`. After a rollback, training
+            goes on with the next batches: the Trainer cannot pass over any (`guard.rolled_back`).
     """
 
     def __init__(
@@ -51,12 +51,14 @@ class GuardCallback(GuardHolder, TrainerCallback):
         folder: str | Path = "incidents",
         *,
         rollback: bool = False,
+        slow: str = "alarm",
+        loss: str = "minimized",
         max_incidents: int = 10,
         max_seconds: float = 120.0,
         policy: Any = None,
     ) -> None:
         limits = {"max_incidents": max_incidents, "max_seconds": max_seconds}
-        super().__init__(folder=folder, rollback=rollback, policy=policy, **limits)
+        super().__init__(folder=folder, rollback=rollback, slow=slow, loss=loss, policy=policy, **limits)
         self._trainer = trainer
         self._first = True
 

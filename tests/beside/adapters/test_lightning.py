@@ -316,6 +316,13 @@ class Tensors(pl.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
+@pytest.mark.parametrize("given", [{"loss": "mse"}, {"slow": "quick"}])
+def test_what_a_guard_refuses_the_callback_refuses(tmp_path, given):
+    ((name, value),) = given.items()
+    with pytest.raises(ConfigError, match=rf"Guard\({name}='{value}'\) is not one of"):
+        train(Module(), data(), GuardCallback(tmp_path, **given))
+
+
 def test_a_batch_of_one_element_and_a_batch_that_the_module_skips(tmp_path):
     x = torch.cat([x for x, _ in batches(4, SIZE)])
     x[SIZE, 0] = 1000
