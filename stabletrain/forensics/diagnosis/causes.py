@@ -423,10 +423,8 @@ def lr_too_high(e: Evidence) -> Diagnosis | None:
 
 
 def unknown(e: Evidence) -> Diagnosis:
-    """No rule holds."""
-    return Diagnosis(
-        "unknown", 0.0, origin_sentence(e), [*wider_precision(e), *lower_lr(e)], origin_details(e) + chain_lines(e)
-    )
+    """No rule holds. Without a cause there is no fix, but that a format with a larger range is always worth a try."""
+    return Diagnosis("unknown", 0.0, origin_sentence(e), wider_precision(e), origin_details(e) + chain_lines(e))
 
 
 Rule = Callable[[Evidence], Diagnosis | None]
