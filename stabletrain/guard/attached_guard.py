@@ -77,7 +77,7 @@ class AttachedGuard(LoopGuard):
                 "function returns cannot be seen; leave it out"
             )
         for name in ("precision", "max_norm"):
-            if options.get(name) is not None:
+            if options.get(name):
                 raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
         if options.get("recheck_every"):
             raise ConfigError(

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from stabletrain.errors import ConfigError
 from stabletrain.guard.attached_guard import AttachedGuard
 from stabletrain.guard.loop_guard import LoopGuard, guard_of
-from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, versions
+from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, map_tensors, versions
 from stabletrain.guard.rerun import BegunStep, repeat
 from stabletrain.records import Number
 
@@ -48,7 +48,9 @@ class Guard(LoopGuard):
         optimizer: any `torch.optim.Optimizer` that holds only parameters of the model.
         folder: receives a folder for each incident, `step-XXXXXXXX`; it is made when needed.
         rollback: whether to keep snapshots, and go back to a healthy one if skipping steps does not help.
-        max_norm: largest gradient norm; larger gradients are scaled down, as by `clip_grad_norm_`. None: no clipping.
+        max_norm: largest gradient norm; larger gradients are scaled down, as by `clip_grad_norm_`. None or 0 clips
+            nothing.
+        name: what the guard's lines and events begin with, where several guards train together.
         precision: `bf16` or `fp16` runs closures under autocast, fp16 with a loss scale; `fp32` and None do not.
         scaler: the loop's own `torch.amp.GradScaler`. The guard scales the loss with it, steps and updates it.
         loader: an object with `state_dict` and `load_state_dict`, which a rollback puts back.
@@ -103,18 +105,18 @@ class Guard(LoopGuard):
 
     # ---- a step
 
-    def step(self, closure: Callable[..., Any], batch: Any = None, *, step: SupportsIndex | None = None) -> Tensor:
+    def step(self, closure: Callable[..., Any], batch: Any = None, *, step: SupportsIndex | None = None) -> Any:
         """Runs one step: forward, backward, judge, clip, and update, or nothing at all.
 
         Args:
-            closure: runs the forward pass and returns the loss, a scalar. It must not call `backward`. It is run again
-                if the step is held.
+            closure: runs the forward pass and returns the loss, a scalar; or a tuple with the loss first, and after it
+                whatever the loop needs. It must not call `backward`. It is run again if the step is held.
             batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`. With
                 the batch, the guard can also find the samples at fault. A closure without parameters gets none.
             step: see `at`.
 
         Returns:
-            the loss, 0-d, detached, on its device.
+            the loss, 0-d, detached, on its device; or the closure's tuple, with all its tensors detached.
 
         Raises:
             ConfigError: the closure returned no scalar loss, or called `backward` or `optimizer.step` itself.
@@ -122,10 +124,11 @@ class Guard(LoopGuard):
         """
         if self._begun is not None:
             raise ConfigError("guard.step() was called after guard.backward(): end such a step with guard.update()")
-        self.backward(closure, batch)
-        return self.update(step=step)
+        value = self.backward(closure, batch)
+        loss = self.update(step=step)
+        return (loss, *value[1:]) if isinstance(value, tuple) else loss
 
-    def backward(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
+    def backward(self, closure: Callable[..., Any], batch: Any = None) -> Any:
         """Runs forward and backward of one micro-batch; `update` ends the step.
 
         As in PyTorch, gradients add up: divide each loss by the number of micro-batches. Arguments, return value and
@@ -151,6 +154,8 @@ class Guard(LoopGuard):
         self._begun = begun
         begun.micro_batches.append(micro_batch)
         begun.losses.append(loss.detach())
+        if isinstance(value, tuple):
+            return (loss.detach(), *map_tensors(Tensor.detach, value[1:]))
         return loss.detach()
 
     def _run(self, micro_batch: MicroBatch, begun: BegunStep) -> Any:

@@ -150,6 +150,7 @@ class LoopGuard:
         max_seconds: float = 120.0,
         keep_state: bool = True,
         forecast_every: int = 0,
+        name: str = "",
     ) -> None:
         check_numbers(
             max_norm=max_norm, max_incidents=max_incidents, max_seconds=max_seconds, forecast_every=forecast_every
@@ -164,7 +165,7 @@ class LoopGuard:
             check_update=check_update,
         )
         folder, parallel = Path(folder), ranks_of_loop()
-        self._tracker = tracker = LoopTracker(folder if max_incidents else None, parallel.ranks)
+        self._tracker = tracker = LoopTracker(folder if max_incidents else None, parallel.ranks, name)
         self._loop = loop = self.loop_type(
             model,
             optimizer,
@@ -174,7 +175,7 @@ class LoopGuard:
             precision=precision,
             scaler=scaler,
             loader=check_loader(loader),
-            max_norm=max_norm,
+            max_norm=max_norm or None,
             forecast_every=forecast_every,
         )
         self._incidents = Incidents(
@@ -331,7 +332,7 @@ class LoopGuard:
         """
         since = self._loop.policy.since
         self._report("halt", reason=reason, **({} if since is None else {"since": since}))
-        raise TrainingHalted(f"step {self._shown_step}: {reason}")
+        raise TrainingHalted(self._tracker.named(f"step {self._shown_step}: {reason}"))
 
     def _report(self, kind: str, **fields: Any) -> None:
         """Records an event of the present step."""

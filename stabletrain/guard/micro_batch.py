@@ -15,7 +15,8 @@ class MicroBatch:
     """One micro-batch of a step.
 
     Attributes:
-        closure: runs forward and returns the loss, a scalar. It takes nothing, or the batch.
+        closure: runs forward and returns the loss, a scalar, or a tuple that begins with it. It takes nothing, or the
+            batch.
         batch: argument of the closure; a tuple or list is passed as several arguments, if the closure takes as many. A
             closure that takes nothing is called without it. None if unknown.
     """
@@ -80,7 +81,7 @@ def in_new_containers(batch: Any) -> Any:
 
 
 def loss_of(value: Any) -> Tensor:
-    """Checks the value that a closure returned.
+    """Checks the value that a closure returned: the loss, or a tuple that begins with it.
 
     Returns:
         the loss, 0-d.
@@ -88,6 +89,7 @@ def loss_of(value: Any) -> Tensor:
     Raises:
         ConfigError: it is no scalar tensor, or depends on no parameter.
     """
+    value = value[0] if isinstance(value, tuple) and len(value) > 1 else value
     if not isinstance(value, Tensor):
         hint = "; return its .loss" if isinstance(getattr(value, "loss", None), Tensor) else ""
         raise ConfigError(

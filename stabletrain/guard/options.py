@@ -18,12 +18,13 @@ from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.loop import GradScaled, precision_of_loop
 
 FROM_0 = {
+    "max_norm": "1.0 is usual, 0 clips nothing",
     "checksum_every": "1 checks between all updates, 0 never",
     "recheck_every": "250 is usual, 0 repeats nothing",
     "max_incidents": "10 is usual, 0 files none",
     "forecast_every": "25 is usual, 0 predicts nothing",
 }
-ABOVE_0 = {"max_norm": "1.0 is usual; leave it out for no clipping", "max_seconds": "120 is usual"}
+ABOVE_0 = {"max_seconds": "120 is usual"}
 """Both: arguments of `Guard` that are numbers of at least 0, or above it, and what is usual."""
 
 

@@ -22,10 +22,11 @@ class LoopTracker(NoTracker):
     Args:
         folder: receives `events.jsonl` with the first event; None for no file.
         ranks: this process among those that train together.
+        name: of the guard, before each line and in each event; empty for none.
     """
 
-    def __init__(self, folder: Path | None, ranks: Ranks) -> None:
-        self._folder, self._is_main = folder, ranks.is_main
+    def __init__(self, folder: Path | None, ranks: Ranks, name: str = "") -> None:
+        self._folder, self._is_main, self._name = folder, ranks.is_main, name
         self._events: Lines | None = None
 
     def event(self, kind: str, step: int, /, **fields: Any) -> None:
@@ -39,12 +40,17 @@ class LoopTracker(NoTracker):
                 self._folder = None
                 self.note(f"{error.filename}: events cannot be written ({error.strerror}); training is not affected")
                 return
-        self._events.append({"event": kind, "step": step, "time": now(), **fields})
+        guard = {"guard": self._name} if self._name else {}
+        self._events.append({"event": kind, "step": step, "time": now(), **guard, **fields})
 
     def note(self, text: str) -> None:
         """Logs a line."""
         if self._is_main:
-            LOG.warning("%s", printable(text))
+            LOG.warning("%s", printable(self.named(text)))
+
+    def named(self, text: str) -> str:
+        """Returns a line with the guard's name before it."""
+        return f"{self._name}: {text}" if self._name else text
 
 
 def log_alarms(tracker: NoTracker, step: int, alarms: Sequence[Alarm]) -> None:

@@ -425,8 +425,6 @@ def test_model_and_optimizer_must_belong_together(tmp_path):
         Loop(tmp_path, precision="bf16", scaler=scaled())
     with pytest.raises(ConfigError, match=r"loader=list.* has no state_dict"):
         Loop(tmp_path, loader=[])
-    with pytest.raises(ConfigError, match="max_norm=0"):
-        Loop(tmp_path, max_norm=0.0)
 
 
 def test_a_loop_of_plain_tensors_is_guarded(tmp_path):
