@@ -48,10 +48,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if not HAS_BESIDE and all_beside(collection_path) else None
 
 
-LONG = ("test_docs", "healing", "interrupted", "foresight", "test_compiling", "test_proof", "on_slurm", "test_torchrun")
-"""Words in the names of files with tests that take a minute. They run first: at the end they would run alone."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest's own `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the tests of the other tier, and those that need `stabletrain/beside/` or only the others."""
@@ -63,7 +59,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = [is_slow(item) in tiers and is_beside(item) in parts for item in items]
     left_out = [item for item, kept in zip(items, wanted, strict=True) if not kept]
     items[:] = [item for item, kept in zip(items, wanted, strict=True) if kept]
-    items.sort(key=lambda item: not any(word in item.path.name for word in LONG))
     config.hook.pytest_deselected(items=left_out)
 
 

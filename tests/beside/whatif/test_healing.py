@@ -161,9 +161,8 @@ def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
     (heal,) = events(found.folder, "heal")
     assert any(start < heal["origin"] for start, _ in heal["skipped"])
     told = json.loads((found.folder / "whatif" / f"halt-{heal['tick']:08d}" / "whatif.json").read_text())
-    anew, other = (
-        next(each for each in told["arms"] if each["arm"] == f"{name}lr_usual") for name in (f"{FROM_0}:", "")
-    )
+    anew = next(each for each in told["arms"] if each["arm"].startswith(f"{FROM_0}:"))
+    other = next(each for each in told["arms"] if f"{FROM_0}:{each['arm']}" == anew["arm"])
     first, last = told["rounds"]
     assert anew["difference"]["count"] == last - first, "it has read every batch that the others have read"
     assert 0 < other["difference"]["count"] <= last - first
