@@ -165,6 +165,7 @@ class LoopGuard:
             check_update=check_update,
         )
         folder, parallel = Path(folder), ranks_of_loop()
+        self._name = name
         self._tracker = tracker = LoopTracker(folder if max_incidents else None, parallel.ranks, name)
         self._loop = loop = self.loop_type(
             model,
@@ -332,7 +333,8 @@ class LoopGuard:
         """
         since = self._loop.policy.since
         self._report("halt", reason=reason, **({} if since is None else {"since": since}))
-        raise TrainingHalted(self._tracker.named(f"step {self._shown_step}: {reason}"))
+        text = f"step {self._shown_step}: {reason}"
+        raise TrainingHalted(f"{self._name}: {text}" if self._name else text)
 
     def _report(self, kind: str, **fields: Any) -> None:
         """Records an event of the present step."""

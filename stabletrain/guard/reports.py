@@ -46,11 +46,7 @@ class LoopTracker(NoTracker):
     def note(self, text: str) -> None:
         """Logs a line."""
         if self._is_main:
-            LOG.warning("%s", printable(self.named(text)))
-
-    def named(self, text: str) -> str:
-        """Returns a line with the guard's name before it."""
-        return f"{self._name}: {text}" if self._name else text
+            LOG.warning("%s", printable(f"{self._name}: {text}" if self._name else text))
 
 
 def log_alarms(tracker: NoTracker, step: int, alarms: Sequence[Alarm]) -> None:

@@ -315,7 +315,6 @@ class Tensors(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 @pytest.mark.parametrize("given", [{"loss": "mse"}, {"slow": "quick"}])
 def test_what_a_guard_refuses_the_callback_refuses(tmp_path, given):
     ((name, value),) = given.items()
@@ -323,6 +322,7 @@ def test_what_a_guard_refuses_the_callback_refuses(tmp_path, given):
         train(Module(), data(), GuardCallback(tmp_path, **given))
 
 
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 def test_a_batch_of_one_element_and_a_batch_that_the_module_skips(tmp_path):
     x = torch.cat([x for x, _ in batches(4, SIZE)])
     x[SIZE, 0] = 1000

@@ -288,7 +288,6 @@ def test_what_cannot_be_guarded_gets_one_clear_error(tmp_path, kind, match):
         trainer.train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("given", [{"loss": "mse"}, {"slow": "quick"}])
 def test_what_a_guard_refuses_the_callback_refuses(tmp_path, given):
     ((name, value),) = given.items()
@@ -298,6 +297,7 @@ def test_what_a_guard_refuses_the_callback_refuses(tmp_path, given):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_the_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(Path(__file__).parents[3] / "examples" / "guard_transformers.py"), run_name="__main__")
