@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU, as far as it gets in ten minutes on one H100 or H200: the tests marked gpu (laws 3, 4 and 5, no
-# step waits, strict determinism, precisions, NCCL with one rank) and the benchmarks. Ends with three tables: what each
-# part shows and whether it ran; what each test shows, and its verdict; which targets are met, and by which part.
+# Runs everything that needs a GPU, as far as it gets in ten minutes on one H100 or H200: the tests marked gpu (laws 3,
+# 4 and 5, no step waits, strict determinism, precisions, NCCL with one rank) and the benchmarks. Ends with three tables:
+# what each part shows and whether it ran; what each test shows, and its verdict; which targets are met, and by which
+# part.
 #
 #   benchmarks/gpu.sh [folder]                  writes to ./gpu-results, or to the given folder
 #   benchmarks/gpu.sh --only tests,fp8 [folder] only these parts

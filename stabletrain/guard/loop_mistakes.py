@@ -36,9 +36,12 @@ class ScaledClipping:
 
     def add(self, reading: Reading) -> list[Alarm]:
         """Adds an applied step; returns an alarm when it is the `SAME_NORMS`-th of its kind in a row."""
+        if not (reading.loss_scale > 1 and 0 < reading.grad_norm < SMALL):
+            self._steps = 0
+            return []
         scaled = reading.grad_norm * reading.loss_scale
         bound = float(f"{scaled:.2g}")
-        clipped = reading.loss_scale > 1 and reading.grad_norm < SMALL and abs(scaled - bound) <= ROUNDING * bound
+        clipped = abs(scaled - bound) <= ROUNDING * bound
         self._steps = self._steps + 1 if clipped and bound == self._bound else int(clipped)
         self._bound = bound
         if self._steps != SAME_NORMS:

@@ -1,6 +1,7 @@
 """Checks the options of a guard of a user's loop, and builds the policy from them; `Guard` explains each option."""
 
 import copy
+from numbers import Real
 from typing import Any
 
 import torch
@@ -38,11 +39,11 @@ def check_numbers(**given: Any) -> None:
         usual = (FROM_0 | ABOVE_0)[name]
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise ConfigError(f"Guard({name}={value!r}) is not a number: {usual}")
         if name in ABOVE_0 and not value > 0:
             raise ConfigError(f"Guard({name}={value}) is not above 0: {usual}")
-        if name in FROM_0 and value < 0:
+        if name in FROM_0 and not value >= 0:
             raise ConfigError(f"Guard({name}={value}) is below 0: {usual}")
 
 

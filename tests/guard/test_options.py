@@ -1,9 +1,12 @@
 """A guard builds its policy from its options, and never changes a policy that the user gave."""
 
+import math
+
+import numpy as np
 import pytest
 
 from stabletrain.errors import ConfigError
-from stabletrain.guard.options import make_policy
+from stabletrain.guard.options import check_numbers, make_policy
 from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard
 from tests.guard.given import Loop, batches
 from tests.guard.test_step_numbers import spoilt
@@ -33,6 +36,17 @@ def test_the_policy_of_the_options_has_the_users_limits():
     assert (chosen.sigma, chosen.state_check.every) == (2.5, 4)
     assert type(chosen.update_check) is type(NoGuard().update_check)
     assert isinstance(make_policy(rollback=True), RollbackGuard)
+
+
+@pytest.mark.parametrize("value", [0, 2.5, None, np.float32(1.0), np.int64(3)])
+def test_any_kind_of_number_is_taken(value):
+    check_numbers(max_norm=value)
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, True, "1", [1.0]])
+def test_what_is_no_number_of_at_least_0_is_refused(value):
+    with pytest.raises(ConfigError, match=r"Guard\(max_norm=.*1.0 is usual, 0 clips nothing"):
+        check_numbers(max_norm=value)
 
 
 @pytest.mark.parametrize("name", ["checksum_every", "recheck_every"])
