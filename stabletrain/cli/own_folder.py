@@ -4,6 +4,8 @@ The default folder is named by the second. The process that creates it has it; a
 folder that the user names is taken as it is: it may be one to continue in, and otherwise a run in it is refused.
 """
 
+import itertools
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,14 +52,18 @@ def holds_run(folder: Path) -> bool:
 
 def create_unique(folder: Path) -> Path:
     """Creates the folder, or if it exists already one with a number appended; returns its path."""
-    own, number = folder, 1
     while True:
+        own = unused(folder)
         try:
             own.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            own = folder.with_name(f"{folder.name}-{number}")
+        except FileExistsError:  # another process has just taken it
+            continue
         except OSError:  # the run reports that it cannot write there
             return own
-        else:
-            return own
+        return own
+
+
+def unused(folder: Path) -> Path:
+    """Returns the folder, or if it exists already the first of `<folder>-2`, `<folder>-3` ... that does not."""
+    names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2)))
+    return next(name for name in names if not os.path.lexists(name))

@@ -12,6 +12,7 @@ from stabletrain.beside.slurm.script import Job, script
 from stabletrain.beside.sweep.plan import status_of
 from stabletrain.cli import hydra_patches
 from stabletrain.cli.finished import FINAL_STATUSES
+from stabletrain.cli.own_folder import create_unique, unused
 from stabletrain.config import trust
 from stabletrain.config.arguments import (
     Arguments,
@@ -41,8 +42,6 @@ def main() -> int:
         if request.dry_run:
             say("\n".join(scripts), end="")
             return 0
-        if not has_slurm():
-            raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
         for number, (job, text) in enumerate(zip(jobs, scripts, strict=True)):
             submit(job, text, runs.record, submitted=number)
     except (StabletrainError, OSError) as error:
@@ -57,18 +56,23 @@ def main() -> int:
 def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     """Returns one job per GPU type, in the runs' folder, or in one subfolder per GPU type if there are several.
 
-    With `resume=auto`, leaves out the runs of a sweep that are done.
+    With `resume=auto`, leaves out the runs of a sweep that are done. A new folder that is named by the time is created
+    here, unless this is a dry run, so that no other launch of the same second has it.
 
     Raises:
-        ConfigError: a run's configuration is invalid, or its folder is taken.
+        ConfigError: a run's configuration is invalid, its folder is taken, or there is no Slurm here.
     """
     arguments, folder = resumed_arguments(request)
     same = folder is not None and request.arguments.value("resume") == "auto"
     resumed = [] if folder is None else [folder / card.name for card in cards] if len(cards) > 1 else [folder]
     processes = {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards}
     runs = expand(arguments, processes, resumed)
+    if not request.dry_run and not has_slurm():
+        raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
     if folder is not None:
         runs = runs._replace(folder=folder)
+    elif runs.by_time:
+        runs = runs._replace(folder=(unused if request.dry_run else create_unique)(runs.folder))
     options = [option for option in arguments.options if option != "-m"]
     jobs = []
     for card in cards:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, open_dict
 
 from stabletrain.beside.slurm.request import Card
 from stabletrain.beside.sweep.plan import grid
+from stabletrain.cli.own_folder import named_by_time
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import check, check_ranks
 from stabletrain.config.jobs import explained, hydra
@@ -39,12 +40,14 @@ class Runs(NamedTuple):
 
     Attributes:
         folder: the run folder, or the sweep's folder.
+        by_time: whether that folder is named by the time, and not by the user.
         overrides: overrides of each run.
         record: what Hydra writes to `multirun.yaml` for a sweep; None for a single run.
         notes: lines to print before submitting.
     """
 
     folder: Path
+    by_time: bool
     overrides: list[list[str]]
     record: DictConfig | None
     notes: list[str]
@@ -64,8 +67,8 @@ def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Pat
     """
     with explained(arguments, conf_folder()), hydra(arguments, conf_folder()) as name:
         if not arguments.sweeps:
-            folder, notes = checked_run(name, arguments.overrides, cards, resumed)
-            return Runs(folder, [arguments.overrides], None, notes)
+            run, notes = checked_run(name, arguments.overrides, cards, resumed)
+            return Runs(Path(run.dir), named_by_time(run), [arguments.overrides], None, notes)
         return sweep_runs(name, arguments, cards, resumed)
 
 
@@ -91,12 +94,13 @@ def sweep_runs(name: str, arguments: Arguments, cards: Mapping[str, int], resume
         except ConfigError as error:
             raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {error}") from error
         said |= dict.fromkeys(notes)
-    return Runs(Path(sweep.hydra.sweep.dir), runs, sweep, list(said))
+    place = sweep.hydra.sweep
+    return Runs(Path(place.dir), named_by_time(place), runs, sweep, list(said))
 
 
 def checked_run(
     name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path]
-) -> tuple[Path, list[str]]:
+) -> tuple[DictConfig, list[str]]:
     """Composes one run's configuration, and applies the checks of `train.py`.
 
     Args:
@@ -106,7 +110,7 @@ def checked_run(
         resumed: the folders in which it is continued; some may not hold a run yet.
 
     Returns:
-        its folder, and lines of advice.
+        its `hydra.run`, and lines of advice.
 
     Raises:
         ConfigError: the configuration is invalid, or unsupported on one of the GPU types.
@@ -130,7 +134,7 @@ def checked_run(
                 f"precision={precision} on --gpu {card}, which has neither bf16 nor TF32: use stability=v100 for a GPT "
                 "(fp16, QK-norm, z-loss), precision=fp16, or precision=auto, which takes what each card has"
             )
-    return Path(cfg.hydra.run.dir), advice(choices, values["model"].get("modality"), cards)
+    return cfg.hydra.run, advice(choices, values["model"].get("modality"), cards)
 
 
 def check_processes(values: Mapping[str, Any], kind: str, card: str, processes: int) -> None:

@@ -56,6 +56,19 @@ def test_a_sweep_runs_on_each_card(launch, tmp_path, monkeypatch):
         assert sorted(os.listdir(f"s/{card}")) == ["0", "1", "multirun.yaml", "slurm.sh"]
 
 
+def test_two_launches_in_the_same_second_take_two_folders(launch, tmp_path, monkeypatch):
+    stand_in(tmp_path, "sbatch", "echo 7")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for typed in (["-m", "seed=0,1", "hydra.sweep.dir=${now:%Y}"], ["seed=0", "hydra.run.dir=${now:%Y}"]):
+        assert launch(*typed)[0] == 0
+    year, second = sorted(os.listdir())
+    assert second == f"{year}-2"
+    assert sorted(os.listdir(year)) == ["0", "1", "multirun.yaml", "slurm.sh"]
+    assert "slurm.sh" in os.listdir(second)
+    assert f"folder={year}-3" in launch("--dry-run", "seed=0", "hydra.run.dir=${now:%Y}")[1]
+    assert sorted(os.listdir()) == [year, second]
+
+
 @pytest.mark.slow
 def test_resume_finds_the_same_command_and_a_folder_in_use_is_refused(launch, tmp_path, monkeypatch):
     stand_in(tmp_path, "sbatch", "echo 7")
