@@ -122,9 +122,9 @@ def start(
     connection.connect(server(kind))
     request = json.dumps({"argv": list(argv), "cwd": str(cwd), "environment": dict(environment)}).encode()
     assert len(request) < REQUEST, "the request is too long"
-    with output.open("wb") as out, errors.open("wb") as err:
+    with open(os.devnull, "rb") as nothing, output.open("wb") as out, errors.open("wb") as err:
         connection.sendall(len(request).to_bytes(4, "big"))
-        socket.send_fds(connection, [b"f"], [out.fileno(), err.fileno()])
+        socket.send_fds(connection, [b"f"], [nothing.fileno(), out.fileno(), err.fileno()])
         connection.sendall(request)
     return Forked(connection)
 
@@ -146,6 +146,31 @@ def run(
             forked.kill()
             raise subprocess.TimeoutExpired(list(argv), timeout, output.read_bytes(), errors.read_bytes()) from None
         return subprocess.CompletedProcess([sys.executable, *argv], code, output.read_text(), errors.read_text())
+
+
+@cache
+def shims() -> dict[str, str]:
+    """Returns the variables with which `python`, `torchrun` and `stabletrain` are programs that run in forks.
+
+    For commands whose processes a test does not start itself: those of a shell, and the ranks of torchrun.
+    """
+    address = Path(server("program"))
+    folder, scripts = address.with_name("bin"), Path(sys.executable).parent
+    folder.mkdir(exist_ok=True)
+    for name in ("python", "torchrun", "stabletrain"):
+        words = "" if name == "python" else f" {scripts / name}"
+        script = f"exec {sys.executable} -S -E {ROOT / 'tests' / 'forkclient.py'} {address}{words}"
+        written = folder / f"{name}-{os.getpid()}"
+        written.write_text(f'#!/bin/sh\n{script} "$@"\n')
+        written.chmod(0o755)
+        written.rename(folder / name)  # another process may be starting it
+    return {"PATH": f"{folder}:{scripts}:{os.environ['PATH']}", "PYTHON_EXEC": str(folder / "python")}
+
+
+def command_of(pid: int) -> int:
+    """Returns the process of the command for which a process of `shims` stands; `pid` if it stands for none."""
+    word, _, fork = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
+    return int(fork) if word == "fork" else pid
 
 
 @cache
@@ -209,8 +234,16 @@ def serve(address: str, kind: str, outlives: str) -> None:
                     os.close(descriptor)
                 connection.sendall(f"{pid}\n".encode())
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+                if request.get("tied"):
+                    selector.register(connection, selectors.EVENT_READ, (pid, None))
+            elif key.data[1] is None:  # a command's client, to which it is tied, has ended
+                if key.fd in selector.get_map():
+                    selector.unregister(key.fileobj)
+                    os.kill(key.data[0], signal.SIGKILL)
             else:
                 pid, connection = key.data
+                if connection in selector.get_map():
+                    selector.unregister(connection)
                 _, status = os.waitpid(pid, 0)
                 with contextlib.suppress(OSError):  # the client may have given up
                     connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
@@ -220,9 +253,9 @@ def serve(address: str, kind: str, outlives: str) -> None:
 
 
 def received(connection: socket.socket) -> tuple[dict, list[int]]:
-    """Returns a request, and the descriptors of its output and error files."""
+    """Returns a request, and the descriptors of its input, output and errors."""
     length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
     return json.loads(connection.recv(length, socket.MSG_WAITALL)), list(descriptors)
 
 
@@ -230,13 +263,15 @@ def perform(request: dict, descriptors: Sequence[int]) -> None:
     """Sets up this fork as the command, and leaves the server's loop by raising `Become`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no command outlives the server
     os.setsid()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, place in ((nothing, 0), (descriptors[0], 1), (descriptors[1], 2)):
+    for place, descriptor in enumerate(descriptors):
         os.dup2(descriptor, place)
         os.close(descriptor)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if os.environ.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)
     words = request["argv"]
     sys.path[0] = request["cwd"] if words[0] in ("-c", "-m") else str(Path(words[0]).parent)
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

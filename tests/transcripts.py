@@ -14,11 +14,11 @@ have made.
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import forkserver
 from tests.runs import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md"]
@@ -83,10 +83,9 @@ def run(command: str, folder: Path, timeout: float = 300) -> list[str]:
     made = sorted((*folder.glob("outputs/*/*"), *folder.glob("multirun/*/*")), key=lambda path: path.stat().st_mtime)
     if made:
         command = command.replace("<date>/<time>", f"{made[-1].parent.name}/{made[-1].name}")
-    scripts = Path(sys.executable).parent
     environment = {
         **os.environ,
-        "PATH": f"{scripts}:{os.environ['PATH']}",
+        **forkserver.shims(),
         "PYTHONPATH": str(ROOT),
         "COLUMNS": "120",
         "OMP_NUM_THREADS": "1",

@@ -27,12 +27,13 @@ def torchrun(count: int, *arguments: str) -> list[str]:
 
 
 def start(count: int, *arguments: str, cwd: Path) -> subprocess.Popen:
-    """torchrun as a process group of its own, so that nothing of it is left behind."""
+    """torchrun as a process group of its own, so that nothing of it is left behind; it and its ranks run in forks."""
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    shims = forkserver.shims()
     return subprocess.Popen(
-        torchrun(count, *arguments),
+        [shims["PYTHON_EXEC"], *torchrun(count, *arguments)[1:]],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env={**os.environ, **shims, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -62,13 +63,13 @@ def trained(count: int, *overrides: str, cwd: Path) -> subprocess.CompletedProce
 
 def ranks_of(process: subprocess.Popen) -> dict[int, int]:
     """The process of each rank that torchrun has started so far."""
-    found = {}
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+    found, torchrun = {}, forkserver.command_of(process.pid)
+    for child in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
         try:
             environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        found |= {int(each[5:]): int(child) for each in environment if each.startswith(b"RANK=")}
+        found |= {int(each[5:]): forkserver.command_of(int(child)) for each in environment if each.startswith(b"RANK=")}
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from stabletrain.beside.forecast.series import Heights, Key
-from stabletrain.beside.forecast.signals import BY_NAME
+from stabletrain.beside.forecast.signals import BY_NAME, level
 
 FILE = Path(__file__).with_name("model.json")
 
@@ -93,14 +93,15 @@ def outlook(heights: Heights, model: Model) -> Outlook:
     levels: dict[str, float] = {}
     ahead: dict[str, float] = {}
     worst, highest = None, (0.0, 0.0)
+    spans = {name: BY_NAME[name].span(model.healthy[name]) for name in {name for name, _ in heights.now}}
     for key, height in heights.now.items():
-        signal, healthy = BY_NAME[key[0]], model.healthy[key[0]]
-        if not signal.counts:
+        name = key[0]
+        if not BY_NAME[name].counts:
             continue
-        level = signal.level(height, healthy)
-        then = max(level, signal.level(heights.later.get(key, height), healthy))
-        levels[signal.name] = max(level, levels.get(signal.name, 0.0))
-        ahead[signal.name] = max(then, ahead.get(signal.name, 0.0))
-        if (then, level) > highest:
-            worst, highest = key, (then, level)
+        now = level(height, *spans[name])
+        then = max(now, level(heights.later.get(key, height), *spans[name]))
+        levels[name] = max(now, levels.get(name, 0.0))
+        ahead[name] = max(then, ahead.get(name, 0.0))
+        if (then, now) > highest:
+            worst, highest = key, (then, now)
     return Outlook(model.probability(features(levels, ahead)), levels, ahead, worst)

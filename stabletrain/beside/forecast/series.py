@@ -90,6 +90,14 @@ def trends(steps: np.ndarray, heights: np.ndarray, origin: float | None = None) 
     return Trends(value, slope, low, high, error, float(steps[-1]), origin)
 
 
+def median(values: Sequence[float]) -> float:
+    """Returns the median; NaN if a value is NaN. For a few values, numpy's takes ten times as long."""
+    if any(map(math.isnan, values)):
+        return math.nan
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
 SPREAD = 3
 """Looks whose median is the level of a signal: a single odd look is no trouble."""
 
@@ -163,7 +171,7 @@ class Series:
         now: dict[Key, float] = {}
         for key, points in recent.items():
             name, _, place = key.partition("|")
-            now[name, place] = float(np.median([height for _, height in points[-SPREAD:]]))
+            now[name, place] = median([height for _, height in points[-SPREAD:]])
         return Heights(now, *self._trends(now, step))
 
     def _note_regime(self, step: int, rate: float) -> None:

@@ -69,16 +69,23 @@ class Signal:
 
     def level(self, height: float, healthy: float) -> float:
         """Returns the level of a height, in [0, 1.5]; `healthy` is the value of healthy runs."""
-        low, high = self.height(healthy), self.height(self.threshold)
-        if math.isnan(height):
-            return 0.0
-        return min(HIGHEST, max(0.0, (height - low) / max(high - low, LEAST)))
+        return level(height, *self.span(healthy))
+
+    def span(self, healthy: float) -> tuple[float, float]:
+        """Returns the height whose level is 0, and how far above it level 1 is; `healthy` is as in `level`."""
+        low = self.height(healthy)
+        return low, max(self.height(self.threshold) - low, LEAST)
 
     def values(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Returns the signal's values by place in a look's metrics; the place is "" if there is only one."""
         if self.metric.endswith("/"):
             return {name[len(self.metric) :]: v for name, v in metrics.items() if name.startswith(self.metric)}
         return {"": metrics[self.metric]} if self.metric in metrics else {}
+
+
+def level(height: float, low: float, length: float) -> float:
+    """Returns the level of a height, in [0, 1.5]; `low` and `length` are what `Signal.span` returns."""
+    return 0.0 if math.isnan(height) else min(HIGHEST, max(0.0, (height - low) / length))
 
 
 LOSS = "forecast/loss_rise"

@@ -1,0 +1,48 @@
+"""`python` for processes that a test does not start itself: runs a command in a fork of the tests' server.
+
+    python -S -E tests/forkclient.py SOCKET argv...      as `python argv...`, without the seconds of its imports
+
+The command has this process's folder, variables, input, output and errors. Signals are passed on to it, it ends with
+this process, and this process ends as it does: with its exit code, or by its signal. `tests/forkserver.py` has the
+other side, and `shims` there puts it in place of `python`, `torchrun` and `stabletrain`. Imports nothing that takes
+time to import.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+
+
+def main(address: str, *argv: str) -> int:
+    """Runs `python argv...` in a fork; returns its exit code."""
+    options = [word for word in argv[:1] if word == "-u"]
+    argv = argv[len(options) :]
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-m", "-c")):  # an option that a fork cannot have
+        os.execv(sys.executable, [sys.executable, *options, *argv])
+    environment = {**os.environ, **({"PYTHONUNBUFFERED": "1"} if options else {})}
+    request = json.dumps({"argv": argv, "cwd": os.getcwd(), "environment": environment, "tied": True}).encode()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(address)
+    connection.sendall(len(request).to_bytes(4, "big"))
+    socket.send_fds(connection, [b"f"], [0, 1, 2])
+    connection.sendall(request)
+    answers = connection.makefile("r")
+    pid = int(answers.readline())
+    with open("/proc/self/comm", "w") as comm:  # for who looks for the command's process
+        comm.write(f"fork {pid}")
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    code = int(answers.readline())
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
