@@ -167,6 +167,11 @@ def shims() -> dict[str, str]:
     return {"PATH": f"{folder}:{scripts}:{os.environ['PATH']}", "PYTHON_EXEC": str(folder / "python")}
 
 
+def python() -> str:
+    """Returns the path of a `python` that runs in forks."""
+    return shims()["PYTHON_EXEC"]
+
+
 def command_of(pid: int) -> int:
     """Returns the process of the command for which a process of `shims` stands; `pid` if it stands for none."""
     word, _, fork = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")

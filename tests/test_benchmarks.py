@@ -16,6 +16,7 @@ from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.machine.signals import StopRequest
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.loop import training_loop
+from tests import forkserver
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 
@@ -73,7 +74,7 @@ def TINY(jobs):
 def test_a_benchmark_runs_and_writes_what_it_promises(case, tmp_path):
     (file, *options), expected = CASES[case]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / file), *options, *SHARED],
+        [forkserver.python(), str(ROOT / "benchmarks" / file), *options, *SHARED],
         cwd=tmp_path,
         capture_output=True,
         text=True,

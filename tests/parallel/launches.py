@@ -26,12 +26,12 @@ def torchrun(count: int, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
 
 
-def start(count: int, *arguments: str, cwd: Path) -> subprocess.Popen:
-    """torchrun as a process group of its own, so that nothing of it is left behind; it and its ranks run in forks."""
+def start(count: int, *arguments: str, cwd: Path, forks: bool = True) -> subprocess.Popen:
+    """torchrun as a process group of its own, so that nothing of it is left behind; it and its ranks may be forks."""
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    shims = forkserver.shims()
+    shims = forkserver.shims() if forks else {}
     return subprocess.Popen(
-        [shims["PYTHON_EXEC"], *torchrun(count, *arguments)[1:]],
+        [shims.get("PYTHON_EXEC", sys.executable), *torchrun(count, *arguments)[1:]],
         cwd=cwd,
         env={**os.environ, **shims, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,

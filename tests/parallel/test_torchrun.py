@@ -5,12 +5,12 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from stabletrain.tracking.metrics import read_jsonl
+from tests import forkserver
 from tests.conftest import HAS_BESIDE
 from tests.devices import CARD
 from tests.parallel.launches import finish, forked, performed, ranks_of, start, trained, until
@@ -192,8 +192,8 @@ def test_ctrl_c_saves_and_the_line_continue_is_a_command_that_goes_on(tmp_path, 
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("continue  ")]
     words = shlex.split(line.removeprefix("continue  "))
     assert words[0] == "torchrun"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    environment = {**os.environ, **forkserver.shims(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [forkserver.python(), "-m", "torch.distributed.run", *words[1:]]
     again = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
     assert ("next     torchrun --nproc_per_node=2 " in again.stdout) == HAS_BESIDE

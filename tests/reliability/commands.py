@@ -1,17 +1,17 @@
-"""Runs `train.py` as a user does, in a fresh Python."""
+"""Runs `train.py` as a user does."""
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+from tests import forkserver
 from tests.runs import ROOT
 
 
 def command(*arguments: str, cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
     """Runs `python train.py ...` in `cwd`, as a user does."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
+        [forkserver.python(), str(ROOT / "train.py"), *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,

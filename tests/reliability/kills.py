@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stabletrain.tracking.metrics import read_jsonl
+from tests import forkserver
 from tests.reliability.ends import difference
 from tests.runs import ROOT, TINY_GPT
 
@@ -59,7 +60,7 @@ class Report:
 def start(folder: Path, *overrides: str) -> subprocess.Popen:
     """Starts `python train.py` in its own process."""
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *RUN, f"hydra.run.dir={folder}", *overrides],
+        [forkserver.python(), str(ROOT / "train.py"), *RUN, f"hydra.run.dir={folder}", *overrides],
         cwd=folder.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
@@ -108,9 +109,10 @@ def campaign(place: Path, kills: int, seed: int) -> Report:
             training(cut, process, since)
             time.sleep(draw.uniform(0, duration / 4))  # a quarter, so that each run is killed several times
             if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
+                killed = forkserver.command_of(process.pid)
+                os.kill(killed, signal.SIGKILL)
                 report.kills += 1
-                report.inside_write += any((cut / "checkpoints").glob(f".step-*{process.pid}"))
+                report.inside_write += any((cut / "checkpoints").glob(f".step-*{killed}"))
             process.communicate()
         finish(start(cut, "resume=auto"))
         report.resumed_from += resumed(cut)

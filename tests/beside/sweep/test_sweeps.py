@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -238,7 +237,7 @@ def test_threads_are_divided_and_more_runs_than_cores_are_refused(tmp_path):
     cores = len(os.sched_getaffinity(0))
     parallel = [*QUICK, "-m", "seed=0,1", "hydra/launcher=joblib", "hydra.sweep.dir=sweep"]
     free = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    typed = [sys.executable, str(ROOT / "train.py"), *parallel, f"hydra.launcher.n_jobs={min(cores, 2)}"]
+    typed = [forkserver.python(), str(ROOT / "train.py"), *parallel, f"hydra.launcher.n_jobs={min(cores, 2)}"]
     done = subprocess.run(typed, cwd=tmp_path, env=free, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "sweep" / "1" / "run.json").read_text())
