@@ -68,6 +68,9 @@ def add_losses_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `losses`."""
     parser.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
     parser.add_argument("file", type=Path, help="the image to write (.svg, .png)")
+    parser.add_argument(
+        "--smooth", type=int, default=0, metavar="STEPS", help="draw running means over so many steps, too (default: 0)"
+    )
 
 
 def losses(chosen: argparse.Namespace) -> None:
@@ -75,7 +78,7 @@ def losses(chosen: argparse.Namespace) -> None:
     from stabletrain.beside.comparison.pictures import draw_losses
     from stabletrain.beside.comparison.reading.runs import read_runs
 
-    draw_losses(read_runs(chosen.runs), chosen.file)
+    draw_losses(read_runs(chosen.runs), chosen.file, chosen.smooth)
 
 
 def add_forecast_arguments(parser: argparse.ArgumentParser) -> None:

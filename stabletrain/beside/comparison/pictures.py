@@ -76,9 +76,6 @@ def check_name(file: Path) -> None:
         raise ConfigError(f"{file}: the folder {file.parent} does not exist: create it first")
 
 
-SMOOTHING = 0.9
-"""Weight of the past in the running mean of the losses."""
-
 LONGEST = 60
 """Maximum length of a name in the legend. If a name is longer, all runs are named by their folders."""
 
@@ -89,45 +86,64 @@ MOST = 30
 """Maximum number of runs in one picture. If there are more, those with the lowest and highest losses are drawn."""
 
 
-def draw_losses(runs: Sequence[Run], file: Path) -> None:
+def draw_losses(runs: Sequence[Run], file: Path, smooth: int = 0) -> None:
     """Draws the training losses of some runs over the steps.
 
-    A line is the running mean (`SMOOTHING`) over the applied steps. A cross marks a skipped step (at the top, if its
-    loss is not finite), a thin line the losses that were rolled back, a vertical line the step of a halt (dash-dotted
-    if the run went on with a fix), a triangle a forecast. The file extension, such as .svg, sets the format.
+    A line goes through the logged losses of the applied steps. A cross marks a skipped step (at the top, if its loss is
+    not finite), a thin line the losses that were rolled back, a vertical line the step of a halt (dash-dotted if the
+    run went on with a fix), a triangle a forecast. The file extension, such as .svg, sets the format.
+
+    Args:
+        smooth: number of steps over which a running mean goes (see `running_mean`); the logged losses are then a faint
+            line behind it. 0 draws these alone.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written in that format or folder.
+        ConfigError: matplotlib is not installed, the file cannot be written in that format or folder, or `smooth` is
+            below 0.
     """
     check_name(file)
-    drawn = best_and_worst([run for run in runs if run.steps], MOST)
+    if smooth < 0:
+        raise ConfigError(f"smooth={smooth} is below 0: give a number of steps, such as 50, or 0 for the logged losses")
+    trained = [run for run in runs if run.steps]
+    drawn = best_and_worst(trained, MOST)
     keys = distinguishing_keys(runs, but=())
-    with canvas(file, width=7.0) as (axis,):
+    with canvas(file, width=9.0) as (axis,):
         names = [", ".join(f"{key}={setting_text(value_of(run, key))}" for key in keys) or run.name for run in drawn]
         if max(map(len, names), default=0) > LONGEST:
             names = [run.name for run in drawn]
         for run, name in zip(drawn, names, strict=True):
-            name = f"{name} ({run.name})" if names.count(name) > 1 else name
-            (steps, losses), (skipped, lost) = applied_and_skipped_losses(run)
-            # A line through one point is invisible.
-            (line,) = axis.plot(steps, smooth(losses), label=name, lw=1.2, ms=3, marker="o" if len(steps) < FEW else "")
-            finite = np.isfinite(lost)
-            axis.plot(skipped[finite], lost[finite], "x", ms=3, color=line.get_color())
-            at_top = {"transform": axis.get_xaxis_transform(), "color": line.get_color()}
-            axis.plot(skipped[~finite], np.full((~finite).sum(), 0.97), "x", ms=3, **at_top)
-            if told := [each["step"] for each in run.forecasts if len(steps)]:
-                marked = {"ms": 7, "color": line.get_color(), "mec": "black", "zorder": 3}
-                axis.plot(told, np.interp(told, steps, smooth(losses)), "v", **marked)
-            if run.status == "halted":
-                axis.axvline(run.steps, lw=0.8, color=line.get_color())
-            for each in run.healings:
-                axis.axvline(each["step"], lw=0.8, ls="-.", color=line.get_color())
-            for steps, losses in run.abandoned("train/loss"):
-                axis.plot(steps, losses, color=line.get_color(), lw=0.5, alpha=0.5)
-        axis.set(xlabel="step", ylabel="training loss (nats)")
+            draw_run(axis, run, f"{name} ({run.name})" if names.count(name) > 1 else name, smooth)
+        over = f", running mean over {smooth} steps" if smooth else ""
+        axis.set(xlabel="step", ylabel=f"training loss (nats){over}")
+        if len(drawn) < len(trained):
+            axis.set_title(f"{len(drawn)} of {len(trained)} runs: the lowest and the highest losses", fontsize=9)
         axis.grid(alpha=0.3)
-        if drawn:
-            axis.legend(fontsize=8 if len(drawn) < 10 else 5)
+        if drawn:  # beside the axis, where it hides no curve
+            small = 8 if len(drawn) < 10 else 5
+            axis.legend(fontsize=small, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+
+
+def draw_run(axis: Any, run: Run, name: str, smooth: int) -> None:
+    """Draws one run's losses, and what befell it, in one colour; see `draw_losses`."""
+    (steps, losses), (skipped, lost) = applied_and_skipped_losses(run)
+    marker = "o" if len(steps) < FEW else ""  # a line through one point is invisible
+    if smooth:
+        (line,) = axis.plot(steps, running_mean(steps, losses, smooth), label=name, lw=1.2)
+        axis.plot(steps, losses, lw=0.6, alpha=0.3, marker=marker, ms=3, color=line.get_color())
+    else:
+        (line,) = axis.plot(steps, losses, label=name, lw=1.0, marker=marker, ms=3)
+    finite, color = np.isfinite(lost), line.get_color()
+    axis.plot(skipped[finite], lost[finite], "x", ms=3, color=color)
+    at_top = {"transform": axis.get_xaxis_transform(), "color": color}
+    axis.plot(skipped[~finite], np.full((~finite).sum(), 0.97), "x", ms=3, **at_top)
+    if told := [each["step"] for each in run.forecasts if len(steps)]:
+        axis.plot(told, np.interp(told, *line.get_data()), "v", ms=7, color=color, mec="black", zorder=3)
+    if run.status == "halted":
+        axis.axvline(run.steps, lw=0.8, color=color)
+    for each in run.healings:
+        axis.axvline(each["step"], lw=0.8, ls="-.", color=color)
+    for rolled_back in run.abandoned("train/loss"):
+        axis.plot(*rolled_back, color=color, lw=0.5, alpha=0.5)
 
 
 def best_and_worst(runs: Sequence[Run], most: int) -> list[Run]:
@@ -148,10 +164,15 @@ def applied_and_skipped_losses(run: Run) -> tuple[Curve, Curve]:
     return applied, (np.array(run.skips, np.int64), np.array(lost))
 
 
-def smooth(values: Sequence[float] | np.ndarray) -> list[float]:
-    """Returns bias-corrected exponential running means with weight `SMOOTHING`."""
+def running_mean(steps: np.ndarray, values: np.ndarray, over: int) -> np.ndarray:
+    """Returns bias-corrected exponential running means `[point]`.
+
+    A value weighs less by a factor of e for every `over` steps that it is old, however many steps lie between two
+    logged ones.
+    """
     means, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = SMOOTHING * total + value, SMOOTHING * weight + 1.0
+    for past, value in zip(np.diff(steps, prepend=steps[:1]), values, strict=True):
+        kept = math.exp(-past / over)
+        total, weight = kept * total + value, kept * weight + 1.0
         means.append(total / weight)
-    return means
+    return np.array(means)

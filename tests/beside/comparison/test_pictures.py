@@ -8,16 +8,16 @@ from matplotlib import pyplot
 
 from stabletrain.beside.comparison.pictures import (
     MOST,
-    SMOOTHING,
     applied_and_skipped_losses,
     best_and_worst,
     draw,
     draw_losses,
-    smooth,
+    running_mean,
 )
 from stabletrain.beside.comparison.reading.runs import read_run, read_runs
 from stabletrain.beside.comparison.sensitivity import arms
 from stabletrain.errors import ConfigError
+from stabletrain.tracking.metrics import read_jsonl
 from tests.beside.comparison.made_pages import made
 from tests.beside.comparison.written import AT_INIT, write
 
@@ -67,7 +67,7 @@ def test_the_loss_picture_shows_means_without_skips_crosses_for_skips_and_rolled
     (axis,) = figures[0].axes
     curves = {name: (x, y) for name, _, x, y in lines_of(axis) if name.startswith("seed=")}
     assert {*curves} == {"seed=0", "seed=1", "seed=2"}
-    assert curves["seed=0"] == ([*range(1, 41)], smooth(runs[0].curve("train/loss", -1)[1]))
+    assert curves["seed=0"] == ([*range(1, 41)], [*runs[0].curve("train/loss", -1)[1]])
     assert 20 not in curves["seed=1"][0]
     assert [x for _, marker, x, _ in lines_of(axis) if marker == "x" and x] == [[20]]
     faint = [line for line in axis.lines if line.get_alpha() == 0.5]
@@ -144,13 +144,44 @@ def test_a_file_that_cannot_be_written_is_rejected(tmp_path, name, why):
             what([], tmp_path / name)
 
 
-def test_the_running_mean_weights_the_past_exponentially_and_keeps_a_constant():
-    values = np.random.default_rng(0).normal(size=30)
-    weights = SMOOTHING ** np.arange(30)[::-1]
-    expected = [np.average(values[: n + 1], weights=weights[29 - n :]) for n in range(30)]
-    np.testing.assert_allclose(smooth(values), expected)
-    np.testing.assert_allclose(smooth([3.0] * 50), 3.0)
-    assert smooth([]) == []
+def test_every_point_of_a_loss_picture_is_in_the_metrics_file_and_the_last_one_is_the_last_logged(tmp_path, figures):
+    lines = [
+        {"step": step, "train/loss": 3.0 - 0.01 * step + (step == 20), "guard/applied": 1}
+        for step in (1, *range(10, 101, 10))
+    ]
+    folder = write(tmp_path / "run", lines=lines)
+    logged = {line["step"]: line["train/loss"] for line in read_jsonl(folder / "metrics.jsonl")}
+    for smooth in (0, 50):
+        draw_losses([read_run(folder)], tmp_path / "losses.svg", smooth)
+    (plain,), (smoothed,) = (figure.axes for figure in figures)
+    assert [dict(zip(x, y, strict=True)) for _, _, x, y in lines_of(plain) if x] == [logged]
+    means, behind = [(x, y) for _, _, x, y in lines_of(smoothed) if x]
+    assert dict(zip(*behind, strict=True)) == logged
+    assert means[1] != behind[1]
+    assert plain.get_ylabel() == "training loss (nats)"
+    assert smoothed.get_ylabel() == "training loss (nats), running mean over 50 steps"
+    with pytest.raises(ConfigError, match="smooth=-1 is below 0"):
+        draw_losses([], tmp_path / "losses.svg", -1)
+
+
+def test_a_running_mean_goes_over_steps_and_not_over_logged_points():
+    steps = np.arange(1, 1001)
+    losses = np.random.default_rng(0).normal(size=1000)
+    weights = np.exp(-(1000 - steps) / 50)
+    assert running_mean(steps, losses, 50)[-1] == pytest.approx(np.average(losses, weights=weights))
+    slope = -0.01 * steps
+    for every in (1, 10, 25):
+        behind = running_mean(steps[::every], slope[::every], 50)[-1] - slope[::every][-1]
+        assert behind == pytest.approx(0.5, abs=0.13), f"half a nat behind, logged every {every} steps"
+    np.testing.assert_allclose(running_mean(steps, np.full(1000, 3.0), 50), 3.0)
+    assert not len(running_mean(steps[:0], losses[:0], 50))
+
+
+def test_a_picture_says_how_many_runs_it_leaves_out(tmp_path, figures):
+    for number in range(MOST + 1):
+        write(tmp_path / str(number), [f"seed={number}"], lines=[{"step": 1, "train/loss": 1.0 + number}])
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
+    assert figures[0].axes[0].get_title() == f"{MOST} of {MOST + 1} runs: the lowest and the highest losses"
 
 
 def test_of_many_runs_the_lowest_and_highest_losses_are_drawn_in_the_original_order(tmp_path):
