@@ -3,6 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,6 +37,9 @@ def main() -> int:
         request = read_request(sys.argv[1:])
         cards = [read_cluster(request.cluster, name) for name in request.cards]
         jobs, runs = plan_jobs(request, cards)
+        if not jobs:
+            say(f"every run in {runs.folder} is done: there is nothing to continue", file=sys.stderr)
+            return 0
         scripts = [script(job, request) for job in jobs]
         for note in [*environment_notes(cards), *runs.notes]:
             say(note, file=sys.stderr)
@@ -56,14 +60,13 @@ def main() -> int:
 def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     """Returns one job per GPU type, in the runs' folder, or in one subfolder per GPU type if there are several.
 
-    With `resume=auto`, leaves out the runs of a sweep that are done. A new folder that is named by the time is created
-    here, unless this is a dry run, so that no other launch of the same second has it.
+    Of a sweep that is continued with the settings it has, leaves out the runs that are done. A new folder that is named
+    by the time is created here, unless this is a dry run, so that no other launch of the same second has it.
 
     Raises:
         ConfigError: a run's configuration is invalid, its folder is taken, or there is no Slurm here.
     """
-    arguments, folder = resumed_arguments(request)
-    same = folder is not None and request.arguments.value("resume") == "auto"
+    arguments, folder, same = resumed_arguments(request)
     resumed = [] if folder is None else [folder / card.name for card in cards] if len(cards) > 1 else [folder]
     processes = {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards}
     runs = expand(arguments, processes, resumed)
@@ -79,8 +82,6 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
         where = runs.folder / card.name if len(cards) > 1 else runs.folder
         tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in FINAL_STATUSES)]
         jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
-    if not any(job.folders for job in jobs):
-        raise ConfigError(f"every run in {runs.folder} is done: there is nothing to continue")
     jobs = [job for job in jobs if job.folders]
     key = "hydra.sweep.dir" if arguments.sweeps else "hydra.run.dir"
     for each in (each for job in jobs for each in job.folders):
@@ -89,8 +90,22 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     return jobs, runs
 
 
-def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
-    """Returns the arguments without `resume`, and the folder to continue in; None if a new run starts.
+class Resumed(NamedTuple):
+    """What `resume` means.
+
+    Attributes:
+        arguments: without `resume`.
+        folder: to continue in; None if a new run starts.
+        unchanged: whether the runs there continue with the settings that they have.
+    """
+
+    arguments: Arguments
+    folder: Path | None
+    unchanged: bool
+
+
+def resumed_arguments(request: Request) -> Resumed:
+    """Returns the arguments and the folder to continue in.
 
     `resume=auto` finds the newest folder of the same command. `resume=<folder>` takes the command recorded there and
     appends what is typed now.
@@ -101,7 +116,7 @@ def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
     typed = request.arguments.without("resume")
     resume = request.arguments.value("resume")
     if resume in (None, "none"):
-        return typed, None
+        return Resumed(typed, None, unchanged=False)
     key = "hydra.sweep.dir" if typed.sweeps else "hydra.run.dir"
     if resume == "auto":
         part = request.cards[0] if len(request.cards) > 1 else "."  # one subfolder per GPU type
@@ -109,15 +124,18 @@ def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
         found = Path(named) if named else None
         if found is None:
             say("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
-        return typed, found
+        return Resumed(typed, found, unchanged=found is not None)
     folder, mark = Path(resume), "multirun.yaml" if typed.sweeps else "run.json"
     places = [folder / card for card in request.cards] if len(request.cards) > 1 else [folder]
     for place in places:
+        if not typed.sweeps and (place / "multirun.yaml").exists():
+            raise ConfigError(f"resume={resume} is the folder of a sweep: add -m")
         if not (place / mark).exists():
             raise ConfigError(f"resume={resume}: there is no {place / mark}: use auto, or a folder that was begun")
     first = (sweep_arguments(places[0]) if typed.sweeps else recorded_arguments(folder)) or Arguments([], [])
     trust.check_arguments(*first, folder)
-    return merged(first, typed), folder
+    both = merged(first, typed)
+    return Resumed(both, folder, unchanged=set(both.identity()) == set(first.identity()))
 
 
 def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) -> None:

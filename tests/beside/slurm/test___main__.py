@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from stabletrain.beside.slurm.__main__ import plan_jobs, resumed_arguments, submit
 from stabletrain.beside.slurm.request import Card, read_request
 from stabletrain.beside.slurm.script import Job
+from stabletrain.config.arguments import parse_arguments
 from stabletrain.errors import ConfigError, StabletrainError
 from tests.beside.slurm.given import options
 from tests.beside.slurm.stand_ins import stand_in
@@ -107,7 +108,7 @@ def home(tmp_path, monkeypatch):
 def write_runs(folder, *statuses):
     """Writes a sweep folder with one run per status; None stands for a run that never started."""
     for number, status in enumerate(statuses):
-        (folder / str(number)).mkdir(parents=True)
+        (folder / str(number)).mkdir(parents=True, exist_ok=True)
         if status:
             (folder / str(number) / "run.json").write_text(json.dumps({"status": status}))
 
@@ -128,14 +129,28 @@ def test_the_error_of_sbatch_says_how_many_jobs_are_submitted_already(home):
         submit(job, "", None, submitted=2)
 
 
-def test_a_resumed_sweep_leaves_out_the_runs_that_are_done(home):
+def test_a_resumed_sweep_leaves_out_the_runs_that_are_done(home, capsys):
     request = read_request(["-m", "seed=0,1", "hydra.sweep.dir=s", "resume=auto"])
     write_runs(home / "s", "finished", "running")
     (job,), runs = plan_jobs(request, [Card("any")])
     assert (job.tasks, len(runs.overrides), job.folders) == ([1], 2, [Path("s/1")])
     (home / "s" / "1" / "run.json").write_text('{"status": "halted"}')
-    with pytest.raises(ConfigError, match="every run in s is done: there is nothing to continue"):
-        plan_jobs(request, [Card("any")])
+    assert plan_jobs(request, [Card("any")])[0] == []
+
+
+def test_a_sweep_resumed_by_its_name_queues_what_is_left_or_with_other_settings_all(launch, tmp_path, monkeypatch):
+    stand_in(tmp_path, "sbatch", "echo 7")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert launch("-m", "seed=0,1,2", "hydra.sweep.dir=s")[0] == 0
+    write_runs(Path("s"), "finished", None, "running")
+    for typed in ([], ["seed=0,1,2"]):
+        assert options(launch("--dry-run", "-m", "resume=s", *typed)[1])["array"] == "1-2"
+    assert options(launch("--dry-run", "-m", "resume=s", "steps=2000")[1])["array"] == "0-2"
+    code, _, err = launch("resume=s")
+    assert (code, err) == (2, "slurm/launch.sh: resume=s is the folder of a sweep: add -m\n")
+    write_runs(Path("s"), "finished", "finished", "halted")
+    code, out, err = launch("-m", "resume=s")
+    assert (code, out, err) == (0, "", "every run in s is done: there is nothing to continue\n")
 
 
 def test_a_new_run_in_the_folder_of_another_is_refused(home):
@@ -148,16 +163,15 @@ def test_a_new_run_in_the_folder_of_another_is_refused(home):
 
 def test_without_a_run_to_resume_a_new_run_starts(home, capsys):
     for typed in (["seed=1"], ["seed=1", "resume=none"]):
-        arguments, folder = resumed_arguments(read_request(typed))
-        assert (arguments.overrides, folder) == (["seed=1"], None)
-    assert resumed_arguments(read_request(["seed=1", "resume=auto"]))[1] is None
+        assert resumed_arguments(read_request(typed))[:2] == (parse_arguments(["seed=1"]), None)
+    assert resumed_arguments(read_request(["seed=1", "resume=auto"])).folder is None
     assert "resume=auto: no earlier run of this command found here; starting a new run\n" in capsys.readouterr().err
 
 
 def test_a_resumed_run_keeps_its_arguments_and_adds_the_new_ones(home):
     (home / "mine").mkdir()
     (home / "mine" / "run.json").write_text(json.dumps({"overrides": ["seed=5", "steps=3"], "options": []}))
-    arguments, folder = resumed_arguments(read_request(["resume=mine", "steps=7"]))
+    arguments, folder, _ = resumed_arguments(read_request(["resume=mine", "steps=7"]))
     assert (arguments.value("seed"), arguments.value("steps"), folder) == ("5", "7", Path("mine"))
     assert resumed_arguments(read_request(["hydra.run.dir=mine", "resume=auto"]))[1] == Path("mine")
 
