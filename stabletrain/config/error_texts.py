@@ -45,6 +45,13 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
     if (match := re.search(r"Could not find 'hydra/(\w+)/(\w+)'", text)) and match[2] in EXTRAS:
         extra = f'pip install "stabletrain[{match[2]}]"'
         return f"hydra/{match[1]}={match[2]} is not installed: {extra}"
+    if match := re.search(r"Could not find '(hydra/\w+)/(\w+)'", text):
+        if match[2].startswith("submitit"):
+            return (
+                f"{match[1]}={match[2]}: submit with slurm/launch.sh of a checkout, which takes the same overrides: "
+                "slurm/launch.sh --gpu <type> -m ...; its jobs are queued again when they are stopped, and continue"
+            )
+        return f"{match[1]}={match[2]}: Hydra finds no such plug-in; is its package installed?"
     if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, option = match.groups()
         available = sorted(options.get(group, []))

@@ -69,7 +69,7 @@ MAY_SEE = {
     "beside/export": NOUNS | {"checkpoint", "config", "data", "models", "trainer", "weights"},
     "beside/faults": NOUNS | {"checkpoint", "extension", "tracking"},
     "beside/forecast": NOUNS | {"beside/comparison", "config", "extension", "forensics", "tracking"},
-    "beside/slurm": NOUNS | {"beside/sweep", "cli", "config", "machine", "parallel", "tracking"},
+    "beside/slurm": NOUNS | {"beside/sweep", "cli", "config", "data", "machine", "parallel", "tracking"},
     "beside/sweep": NOUNS | {"cli", "config", "extension", "machine", "parallel", "tracking"},
     "beside/whatif": NOUNS
     | {"beside/comparison", "checkpoint", "config", "data", "machine", "parallel", "tracking", "trainer"},

@@ -4,6 +4,7 @@ Hydra's own parser and sweeper expand a sweep, so the runs are those of `python 
 checked as `train.py` does, so a mistake is reported in seconds instead of after hours in the queue.
 """
 
+import glob
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from stabletrain.config.checks import check, check_ranks
 from stabletrain.config.jobs import explained, hydra
 from stabletrain.config.make import plain
 from stabletrain.config.resuming import check_resume, settings
+from stabletrain.data.files import GLOB_CHARACTERS, existing, required
 from stabletrain.errors import ConfigError
 from stabletrain.machine.torch_builds import DEFAULT_CAPABILITY, LEGACY_PACKAGES
 from stabletrain.parallel.ranks import Ranks
@@ -134,7 +136,28 @@ def checked_run(
                 f"precision={precision} on --gpu {card}, which has neither bf16 nor TF32: use stability=v100 for a GPT "
                 "(fp16, QK-norm, z-loss), precision=fp16, or precision=auto, which takes what each card has"
             )
-    return cfg.hydra.run, advice(choices, values["model"].get("modality"), cards)
+    notes = data_notes(choices["data"], values["data"])
+    return cfg.hydra.run, [*notes, *advice(choices, values["model"].get("modality"), cards)]
+
+
+def data_notes(option: str, data: Mapping[str, Any]) -> list[str]:
+    """Looks at the data's path, where it must lie on this machine; else returns a line that says so.
+
+    A path of which not even the folder exists here may lie on the nodes alone, as may the files of a glob.
+
+    Raises:
+        ConfigError: the path is missing, or does not exist although its folder does.
+    """
+    if "path" not in data:
+        return []
+    path = required(data["path"], f"data={option}", "a file or a folder")
+    place = Path(path).expanduser()
+    elsewhere = place.is_absolute() and place.parent != Path(place.anchor) and not place.parent.is_dir()
+    if not GLOB_CHARACTERS & set(path) and not elsewhere:
+        existing(path, "data.path")
+    elif not any(glob.iglob(str(place))):
+        return [f"note     data.path={path} was not found here: it must be there on the nodes"]
+    return []
 
 
 def check_processes(values: Mapping[str, Any], kind: str, card: str, processes: int) -> None:

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from stabletrain.beside.slurm.request import read_cluster
-from stabletrain.beside.slurm.runs import environment_notes
+from stabletrain.beside.slurm.runs import data_notes, environment_notes
 from stabletrain.errors import ConfigError
 
 
@@ -81,3 +81,27 @@ def test_a_pipe_as_the_cluster_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "cluster.conf")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_cluster(tmp_path / "cluster.conf", "a100")
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (None, "data.path is not set: data=text needs data.path="),
+        ("my.txt", ""),
+        ("*.txt", ""),
+        ("my.tx", "data.path=my.tx does not exist: did you mean my.txt?"),
+        ("*.md", "note     data.path=*.md was not found here: it must be there on the nodes"),
+        ("/nope", "data.path=/nope does not exist"),
+        ("/scratch/mine/corpus", "note     data.path=/scratch/mine/corpus was not found here"),
+    ],
+)
+def test_the_path_of_the_data_is_looked_at_if_it_must_lie_here(tmp_path, monkeypatch, path, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("text")
+    try:
+        found = "".join(data_notes("text", {"path": path}))
+    except ConfigError as error:
+        found = str(error)
+    assert found.startswith(told)
+    assert bool(found) == bool(told)
+    assert data_notes("stdlib", {}) == []
