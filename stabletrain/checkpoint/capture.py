@@ -11,10 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.checkpoint.tree import Piece, Tree, is_sharded, local_part, map_tensors
 from stabletrain.errors import ConfigError
+from stabletrain.optimizers import optimizers_of
 from stabletrain.records import TrainState
 
 NOT_RESTORED = frozenset({"params", "lr", "peak_lr"})
@@ -116,24 +118,32 @@ def _names(state: TrainState) -> dict[Tensor, str]:
 
 
 def _capture_optimizer(state: TrainState) -> Tree:
-    names = _names(state)
-    packed = state.optimizer.state_dict()
-    by_index = [names[p] for group in state.optimizer.param_groups for p in group["params"]]
+    parts = [_capture_one(each, _names(state)) for each in optimizers_of(state.optimizer)]
+    return {
+        "kind": type(state.optimizer).__name__,
+        "state": {name: values for part in parts for name, values in part["state"].items()},
+        "param_groups": [group for part in parts for group in part["param_groups"]],
+        "options": [dict(options) for options in state.options],
+    }
+
+
+def _capture_one(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Tree:
+    """Returns state and groups of one optimizer, by the names of its parameters."""
+    packed = optimizer.state_dict()
+    by_index = [names[p] for group in optimizer.param_groups for p in group["params"]]
     # Only state that belongs to a parameter or a group can be saved by name.
     stray = [repr(key) for key in packed if key not in ("state", "param_groups")]
     stray += [f"state[{key!r}]" for key in packed["state"] if not isinstance(key, int)]
     if stray:
         raise ConfigError(
-            f"optimizer {type(state.optimizer).__name__} keeps {stray[0]}, which belongs to no parameter and "
+            f"optimizer {type(optimizer).__name__} keeps {stray[0]}, which belongs to no parameter and "
             "no group: keep it in optimizer.state[parameter] or in a parameter group"
         )
     return {
-        "kind": type(state.optimizer).__name__,
         "state": {by_index[index]: dict(values) for index, values in packed["state"].items()},
         "param_groups": [
             {**group, "params": [by_index[index] for index in group["params"]]} for group in packed["param_groups"]
         ],
-        "options": [dict(options) for options in state.options],
     }
 
 
@@ -142,7 +152,9 @@ def _restore_optimizer(tree: Tree, state: TrainState) -> None:
     # Older checkpoints have no options, and neither have groups that a user's own loop added later.
     known = zip_longest(state.options, tree.get("options", ()), fillvalue={})
     given = chain(known, repeat(({}, {})))
-    for group, saved, (now, then) in zip(optimizer.param_groups, tree["param_groups"], given, strict=False):
+    states = [each.state for each in optimizers_of(optimizer) for _ in each.param_groups]
+    groups = zip(optimizer.param_groups, states, strict=True)
+    for (group, state_of), saved, (now, then) in zip(groups, tree["param_groups"], given, strict=False):
         # The optimizer's arguments (betas, weight decay ...) come from the configuration of the resumed run. An
         # argument that was given the same now as then is restored: where it differs, the optimizer counts in it.
         same = {key for key in now.keys() & then.keys() if now[key] == then[key]}
@@ -151,9 +163,9 @@ def _restore_optimizer(tree: Tree, state: TrainState) -> None:
         for parameter in group["params"]:
             values = tree["state"].get(names[parameter])
             if values is None:  # the parameter had no update before the capture
-                optimizer.state.pop(parameter, None)
+                state_of.pop(parameter, None)
                 continue
-            live = optimizer.state[parameter]
+            live = state_of[parameter]
             for key in live.keys() - values.keys():
                 del live[key]
             for key, value in values.items():
@@ -172,7 +184,9 @@ def _copy_into(live: Any, saved: Any, device: torch.device, parameter: Tensor | 
     if isinstance(live, Tensor) and isinstance(saved, float | int):  # the learning rate is a tensor now
         return live.fill_(saved)
     if not isinstance(saved, Tensor | Piece):
-        return tuple(saved) if isinstance(live, tuple) else copy.deepcopy(saved)
+        # A state may hold lists of tensors, as LBFGS's does.
+        own = map_tensors(lambda tensor: tensor.to(device), copy.deepcopy(saved))
+        return tuple(own) if isinstance(live, tuple) else own
     if isinstance(live, Tensor) and live.shape == saved.shape:
         return live.copy_(_like(live, saved))
     if parameter is not None and parameter.shape == saved.shape and device == parameter.device:

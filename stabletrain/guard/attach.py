@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from stabletrain.guard.evaluations import Evaluations
 from stabletrain.guard.gradients import unwrapped
 from stabletrain.guard.micro_batch import MicroBatch, named_tensors, versions
 from stabletrain.guard.rerun import BegunStep
+from stabletrain.optimizers import needs_closure
 from stabletrain.records import GradNorms
 
 FORWARD_ONLY = "the loop's own loss is not known: only the model's forward pass was run again (use guard.step)"
@@ -211,8 +213,16 @@ class LoopRecorder:
                 with torch.enable_grad():
                     loss = closure()
             if self._decide(loss if isinstance(loss, Tensor) and loss.numel() == 1 else None):
-                with self._update():
-                    inner(*args, **kwargs)
+                self.run_own_step = lambda: inner(*args, **kwargs)
+                if closure is not None and needs_closure(optimizer):
+                    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+                    self.run_own_step = lambda: inner(Evaluations(parameters, loss, closure), *args, **kwargs)
+                    self.watching = False  # the forward calls of later evaluations belong to this step
+                try:
+                    with self._update():
+                        self.run_own_step()
+                finally:
+                    self.watching = True
             return loss
 
         # A scheduler that was made before marks the step that it has wrapped, and warns if the mark is gone.

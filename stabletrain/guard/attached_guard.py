@@ -40,10 +40,10 @@ class AttachedLoop(OwnLoop):
         """Applies the loop's update once more, after one that was undone; returns the reading, changed if undone."""
         kept = self.copies()
         with self.forecast.measuring(), self.update(kept):
-            self.run_optimizer_step()
+            self.recorder.run_own_step()
         return reading if self.keep_or_undo(kept) else self.undone(begun, reading)
 
-    def run_optimizer_step(self) -> None:
+    def run_optimizer_step(self, optimizer: Optimizer, begun: BegunStep) -> None:
         """Runs the optimizer's own step, without judging it."""
         self.recorder.run_own_step()
 
@@ -82,6 +82,11 @@ class AttachedGuard(LoopGuard):
         if options.get("recheck_every"):
             raise ConfigError(
                 "Guard.attach(recheck_every=...): only a closure can be run again; use Guard and guard.step"
+            )
+        if isinstance(optimizer, list | tuple):
+            raise ConfigError(
+                "Guard.attach(model, [...]): the loop steps one optimizer after the other, so the first has moved its "
+                "weights when the second is judged; attach a guard to each, or use Guard(model, [...]) and guard.step"
             )
         super().__init__(model, optimizer, **options)
         loop = self._loop

@@ -4,7 +4,7 @@ Like `monitors/tensor_norms.py`, but also for frozen parameters, parameters of a
 gradients, and several devices, which a user's loop may have.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.monitors.tensor_norms import lengths, measure_all
+from stabletrain.optimizers import SeveralOptimizers, needs_closure, optimizers_of
 from stabletrain.records import GradNorms, Number
 
 
@@ -19,19 +20,19 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Returns the parameters that the optimizer updates, in the order of `model.parameters()`.
 
     Raises:
-        ConfigError: the optimizer holds a parameter that is not in the model, or none that requires a gradient; or it
-            runs its closure several times.
+        ConfigError: the optimizer holds a parameter that is not in the model, or none that requires a gradient; or two
+            optimizers hold the same one.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("torch.optim.LBFGS runs forward and backward several times in a step: Guard cannot judge it")
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        name = type(optimizer).__name__
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"Guard(model, {name}(...)): give the torch.optim.Optimizer that updates the model")
-        raise ConfigError(
-            f"{name} is no complete optimizer: call super().__init__(params, defaults) in {name}.__init__"
-        )
-    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    held: dict[int, Tensor] = {}
+    for each in optimizers_of(optimizer):
+        own = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
+        if twice := held.keys() & own.keys():
+            name = next(name for name, parameter in model.named_parameters() if id(parameter) in twice)
+            raise ConfigError(
+                f"{name} is in two of the optimizers: {len(twice)} parameters would be updated twice in a step; give "
+                "each parameter to one of them"
+            )
+        held |= own
     found: list[Tensor] = [parameter for parameter in model.parameters() if held.pop(id(parameter), None) is not None]
     if held:
         shapes = ", ".join(str(list(parameter.shape)) for parameter in [*held.values()][:3])
@@ -84,6 +85,31 @@ class TrainedParameters:
             return []
         named, known = self._model.named_parameters(), self._first_ids.union(*self._groups)
         return [name for name, each in named if each.requires_grad and id(each) not in known]
+
+
+def as_one(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """Returns what a step takes for its optimizer: the one that the user gave, or several as one, without wrappers.
+
+    Raises:
+        ConfigError: one is no optimizer, or one of several runs a closure in its step.
+    """
+    several = [unwrapped(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    for each in several:
+        name = type(each).__name__
+        if not isinstance(each, torch.optim.Optimizer):
+            raise ConfigError(f"Guard(model, {name}(...)): give the torch.optim.Optimizer that updates the model")
+        if not hasattr(each, "_optimizer_step_pre_hooks"):
+            raise ConfigError(
+                f"{name} is no complete optimizer: call super().__init__(params, defaults) in {name}.__init__"
+            )
+        if len(several) > 1 and needs_closure(each):
+            raise ConfigError(
+                f"Guard(model, [..., {name}(...)]): {name} evaluates the loss several times in its step, between which "
+                "no other optimizer may move the weights; give it a guard of its own"
+            )
+    if not several:
+        raise ConfigError("Guard(model, []): give at least one optimizer")
+    return several[0] if len(several) == 1 else SeveralOptimizers(several)
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

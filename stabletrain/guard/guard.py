@@ -28,6 +28,7 @@ from stabletrain.guard.attached_guard import AttachedGuard
 from stabletrain.guard.loop_guard import LoopGuard, guard_of
 from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, map_tensors, versions
 from stabletrain.guard.rerun import BegunStep, repeat
+from stabletrain.optimizers import optimizers_of
 from stabletrain.records import Number
 
 
@@ -45,7 +46,8 @@ class Guard(LoopGuard):
     Args:
         model: the model, also wrapped by DDP or `torch.compile`, or sharded by `fully_shard`; or a list of the tensors
             that the loop trains.
-        optimizer: any `torch.optim.Optimizer` that holds only parameters of the model.
+        optimizer: any `torch.optim.Optimizer` that holds only parameters of the model; or a list of several, which a
+            step updates all or none. One that runs a closure in its step, such as LBFGS, gets the closure of `step`.
         folder: receives a folder for each incident, `step-XXXXXXXX`; it is made when needed.
         rollback: whether to keep snapshots, and go back to a healthy one if skipping steps does not help.
         max_norm: largest gradient norm; larger gradients are scaled down, as by `clip_grad_norm_`. None or 0 clips
@@ -138,7 +140,7 @@ class Guard(LoopGuard):
         begun, self._begun = self._begun, None
         first = begun is None
         if begun is None:
-            if guard_of(self._loop.optimizer) is not self:
+            if any(guard_of(each) is not self for each in optimizers_of(self._loop.optimizer)):
                 raise ConfigError("a newer Guard was made for this optimizer: use one guard for each optimizer")
             begun = self._loop.begin()
         with begun.given_up_on_error():

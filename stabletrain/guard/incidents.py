@@ -85,17 +85,18 @@ class Incidents:
         self._tracker.note(f"at: {first.source}{caller}")
 
 
-def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSettings:
+def settings(name: str, groups: Sequence[dict], *, clips: bool, best_loss: float) -> RunSettings:
     """Returns the known settings of a loop.
 
     Args:
         name: of the number format; empty if unknown.
-        group: the optimizer's first parameter group.
+        groups: the first parameter group of each optimizer; a setting counts as known if all have the same.
         clips: whether the guard clips.
         best_loss: smallest loss of the applied steps.
     """
     keys: Sequence[str] = ("lr", "weight_decay", "betas", "eps")
-    values = {f"optimizer.{key}": plain_number(group[key]) for key in keys if key in group}
+    told = [{f"optimizer.{key}": plain_number(group[key]) for key in keys if key in group} for group in groups]
+    values = {key: value for key, value in told[0].items() if all(each.get(key) == value for each in told)}
     return RunSettings(
         choices={"clipping": "zclip" if clips else "none"} | ({"precision": name} if name else {}),
         values=values | ({"precision.min_scale": 1.0} if name == "fp16" else {}),

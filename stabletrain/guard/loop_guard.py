@@ -7,6 +7,7 @@ it sees the step as a `LoopStep`.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, SupportsIndex
@@ -33,6 +34,7 @@ from stabletrain.guard.reports import LoopTracker, log_alarms, log_predictions
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.guard.subject import LoopSubject
 from stabletrain.monitors.rolling import Alarm
+from stabletrain.optimizers import optimizers_of
 from stabletrain.parallel.loop import ranks_of_loop
 from stabletrain.records import RankPart, Reading, Verdict
 from stabletrain.tracking.tracker import NoTracker
@@ -58,8 +60,8 @@ class LoopStep(ReadStep):
         """See `ReadStep`."""
         loop = self.loop
         subject = self._subject(reading)
-        group = loop.optimizer.param_groups[0]
-        known = settings(loop.precision.name, group, clips=loop.judge.clips, best_loss=loop.best_loss)
+        groups = [each.param_groups[0] for each in optimizers_of(loop.optimizer)]
+        known = settings(loop.precision.name, groups, clips=loop.judge.clips, best_loss=loop.best_loss)
         optimizer = None if subject.sharded else loop.optimizer  # no rank holds whole moments
         return self.incidents.investigate(subject, IncidentRequest(kind, optimizer, loop.policy.bounds), known)
 
@@ -86,8 +88,13 @@ class LoopStep(ReadStep):
 
     def _update_fault(self) -> UpdateFault | None:
         """Runs the optimizer's step again and names what is not finite in it; everything is put back."""
-        with self.loop.update():
-            return update_fault(self.loop.model, self.loop.optimizer, self.loop.run_optimizer_step)
+        loop, begun = self.loop, self.begun
+        with loop.update():
+            each = (
+                update_fault(loop.model, optimizer, partial(loop.run_optimizer_step, optimizer, begun))
+                for optimizer in optimizers_of(loop.optimizer)
+            )
+            return next(filter(None, each), None)
 
     def can_be_repeated(self) -> bool:
         """See `ReadStep`."""
@@ -100,7 +107,7 @@ class LoopStep(ReadStep):
     def update_again(self) -> None:
         """See `ReadStep`."""
         with self.loop.update():
-            self.loop.run_optimizer_step()
+            self.loop.run_optimizer_step(self.loop.optimizer, self.begun)
 
     def gradient_again(self, compared: Compared) -> Tensor | None:
         """See `ReadStep`."""
@@ -132,7 +139,7 @@ class LoopGuard:
     def __init__(
         self,
         model: nn.Module | Sequence[Tensor],
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         folder: str | Path = "incidents",
         rollback: bool = False,
@@ -188,8 +195,9 @@ class LoopGuard:
         self.rolled_back = 0
         self._clipping = ScaledClipping()
         self._alternated_at: int | None = None  # own step before the newest step of another guard
-        _GUARDS[loop.optimizer] = ref(self)
-        loop.optimizer.register_step_pre_hook(check_caller)
+        for each in optimizers_of(loop.optimizer):
+            _GUARDS[each] = ref(self)
+            each.register_step_pre_hook(check_caller)
 
     def at(self, step: SupportsIndex) -> None:
         """Sets the number of the next step as the loop counts, which messages and incidents then show.
@@ -375,7 +383,8 @@ class LoopGuard:
         self._shown_step, self._incidents.handler.newest = self._loop.steps, state.get("newest_kind", "")
         self.last, self.rolled_back, self._alternated_at = None, 0, None
         if self._loop.steps:
-            watch_for_lost_moments(self._loop.optimizer, self._loop.steps, self._note_lost_moments)
+            for each in optimizers_of(self._loop.optimizer):
+                watch_for_lost_moments(each, self._loop.steps, self._note_lost_moments)
 
     def _note_lost_moments(self, alarm: Alarm) -> None:
         """Shows the alarm of an optimizer that was not restored."""

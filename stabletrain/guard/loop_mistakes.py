@@ -72,8 +72,8 @@ def watch_for_lost_moments(optimizer: Optimizer, steps: int, show: Callable[[Ala
             handle.remove()
         if not any(found) and any(optimizer.state.values()) and (tell := shown()) is not None:
             text = (
-                f"the optimizer had no state, although the guard was restored after {steps:,} steps: its moments begin "
-                "at zero. fix: save optimizer.state_dict() with the guard's, and load it too"
+                f"{type(optimizer).__name__} had no state, although the guard was restored after {steps:,} steps: its "
+                "moments begin at zero. fix: save its state_dict() with the guard's, and load it too"
             )
             tell(Alarm("lost_moments", text))
 

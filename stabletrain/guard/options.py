@@ -15,6 +15,7 @@ from stabletrain.guard.loop_states import Loader
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.guard.policy.high_norms import HighNorms
 from stabletrain.guard.policy.slow_loop import loop_slow_spikes
+from stabletrain.optimizers import needs_closure
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.loop import GradScaled, precision_of_loop
 
@@ -98,6 +99,28 @@ def make_precision(
             "itself; leave precision out, or leave scaler out and let precision='fp16' scale the loss"
         )
     return GradScaled(device, optimizer, scaler, several_ranks)
+
+
+def check_closure_options(
+    optimizer: Optimizer, *, max_norm: float | None, precision: str | None, scaler: GradScaler | None
+) -> None:
+    """Checks the options of a guard whose optimizer runs a closure in its step.
+
+    Raises:
+        ConfigError: one would change the gradients of the first evaluation only.
+    """
+    if not needs_closure(optimizer):
+        return
+    name = type(optimizer).__name__
+    several = f"{name} compares gradients of several evaluations in a step"
+    if max_norm is not None:
+        raise ConfigError(
+            f"Guard(max_norm={max_norm:g}): {several}, which clipping would falsify; leave it out, and shorten "
+            f"steps by {name}'s own settings, such as lr or line_search_fn='strong_wolfe'"
+        )
+    if precision == "fp16" or (scaler is not None and scaler.is_enabled()):
+        given = "precision='fp16'" if scaler is None else "scaler=..."
+        raise ConfigError(f"Guard({given}): {several}, and no loss scale fits all of them; use bf16 or fp32")
 
 
 def check_loader(loader: Any) -> Loader | None:

@@ -21,15 +21,17 @@ from stabletrain.guard.checks.comparing import sums
 from stabletrain.guard.checks.copies import Copies
 from stabletrain.guard.checks.repeats import NO_REPEAT, NoRepeat
 from stabletrain.guard.checks.written import note_start
-from stabletrain.guard.gradients import BareTensors, TrainedParameters, unwrapped
+from stabletrain.guard.evaluations import Evaluations
+from stabletrain.guard.gradients import BareTensors, TrainedParameters, as_one
 from stabletrain.guard.judge import Judge
 from stabletrain.guard.loop_forecast import forecast_of_loop
 from stabletrain.guard.loop_states import Loader, LoopStates, NoStates
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
-from stabletrain.guard.options import make_precision
+from stabletrain.guard.options import check_closure_options, make_precision
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
-from stabletrain.guard.rerun import BegunStep, Generators, Rerun
+from stabletrain.guard.rerun import BegunStep, Generators, Rerun, total
 from stabletrain.guard.subject import compiled_frames
+from stabletrain.optimizers import needs_closure, optimizers_of
 from stabletrain.parallel.loop import innermost
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Number, Reading, TrainState
@@ -51,7 +53,8 @@ class LoadListener:
         """Notices the calls from now on."""
         for module in model.modules():
             module.register_load_state_dict_post_hook(self)
-        optimizer.register_load_state_dict_post_hook(self)
+        for each in optimizers_of(optimizer):
+            each.register_load_state_dict_post_hook(self)
 
     def __call__(self, *_: Any) -> None:
         """Is called after a `load_state_dict`."""
@@ -68,7 +71,7 @@ class OwnLoop:
     Attributes:
         outer: the model as the user gave it, with the wrappers of DDP and the compiler.
         model: the user's own module, without wrappers.
-        optimizer, device: the optimizer, and where the parameters are.
+        optimizer, device: the optimizer (`SeveralOptimizers` if the user gave several), and where the parameters are.
         trained: the parameters that the optimizer updates.
         state: model and optimizer.
         steps: number of steps judged so far. Everything that is due every so many steps follows this count.
@@ -97,7 +100,7 @@ class OwnLoop:
     def __init__(
         self,
         model: nn.Module | Sequence[Tensor],
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         policy: SkipGuard,
         parallel: SingleProcess,
         tracker: NoTracker,
@@ -114,9 +117,10 @@ class OwnLoop:
                     f"Guard({type(model).__name__}, ...): give the nn.Module that is trained, or a list of tensors"
                 )
             model = BareTensors(model)
-        self.outer, self.model, self.optimizer = model, innermost(model), unwrapped(optimizer)
+        self.outer, self.model, self.optimizer = model, innermost(model), as_one(optimizer)
         self.trained = TrainedParameters(self.model, self.optimizer)
         self.device = self.parameters[0].device
+        check_closure_options(self.optimizer, max_norm=max_norm, precision=precision, scaler=scaler)
         self.state, self.steps = TrainState(self.model, self.optimizer), 0
         self.policy, self.parallel = policy, parallel
         several_ranks = parallel.ranks.distributed
@@ -196,7 +200,10 @@ class OwnLoop:
         before, kept = lengths.before(self.model), self.copies()
         with self.forecast.measuring(), self.update(kept):
             repeat = self._repeat_of_update()
-            self.precision.step(self.optimizer)
+            if needs_closure(self.optimizer):
+                self.run_optimizer_step(self.optimizer, begun)
+            else:
+                self.precision.step(self.optimizer)
             difference = repeat.update(methodcaller("step"))
         if not self.keep_or_undo(kept):
             return self.undone(begun, reading)
@@ -217,9 +224,23 @@ class OwnLoop:
         begun.after_forward = buffers_of(self.model).save()
         return reading._replace(applied=False, bad_update=True)
 
-    def run_optimizer_step(self) -> None:
-        """Runs the optimizer's own step, without judging it."""
-        self.optimizer.step()
+    def run_optimizer_step(self, optimizer: Optimizer, begun: BegunStep) -> None:
+        """Runs the step of the optimizer, or of one of several, without judging it."""
+        if needs_closure(optimizer):
+            optimizer.step(Evaluations(self.parameters, begun.loss, lambda: total(self.evaluate(begun))))
+        else:
+            optimizer.step()
+
+    def evaluate(self, begun: BegunStep) -> list[Tensor]:
+        """Runs forward and backward of a step's closures at the present weights; returns their losses, detached."""
+        losses: list[Tensor] = []
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro_batch in begun.micro_batches:
+            with self.precision.autocast():
+                loss = loss_of(micro_batch())
+            self.precision.scale(loss).backward()
+            losses.append(loss.detach())
+        return losses
 
     def copies(self) -> Copies | None:
         """Returns copies of what the update may write, to check and undo it; None if it is proven to stay finite."""
@@ -310,15 +331,9 @@ class OwnLoop:
 
     def _compute_again(self, begun: BegunStep) -> Tensor:
         """Runs the closures of a step from where it began; returns the sums of the gradients' bits."""
-        begun.losses = []
         begun.buffers.put_back()
         begun.generators.set()
-        self.optimizer.zero_grad(set_to_none=True)
-        for micro_batch in begun.micro_batches:
-            with self.precision.autocast():
-                loss = loss_of(micro_batch())
-            self.precision.scale(loss).backward()
-            begun.losses.append(loss.detach())
+        begun.losses = self.evaluate(begun)
         return sums([parameter.grad for parameter in self.parameters], self.device)
 
     # ---- state

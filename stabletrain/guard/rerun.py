@@ -63,7 +63,7 @@ class BegunStep:
     @property
     def loss(self) -> Tensor:
         """Sum of the micro-batches' losses, 0-d, on the device."""
-        return sum(self.losses[1:], self.losses[0])
+        return total(self.losses)
 
     @property
     def batches_changed(self) -> bool:
@@ -139,8 +139,7 @@ class Rerun:
                 torch._foreach_div_(found, scale)
             norm = float(measure(found, [])[0].total) if found else float("nan")
             each = [parameter.grad for parameter in self.parameters]
-        total = sum(losses[1:], losses[0]).float()
-        return RerunResult(float(total), norm, each)
+        return RerunResult(float(total(losses).float()), norm, each)
 
     def _entered(self) -> AbstractContextManager:
         """Returns the autocast that the loop has entered around the guard, or a context without effect."""
@@ -161,6 +160,11 @@ class Rerun:
                     yield
             finally:
                 torch.clear_autocast_cache()
+
+
+def total(losses: Sequence[Tensor]) -> Tensor:
+    """Returns the loss of a step: the sum over its micro-batches, 0-d."""
+    return sum(losses[1:], losses[0])
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.buffers import buffers_of
+from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.guard.checks.written import (
     attributes_of,
     containers,
@@ -20,6 +20,9 @@ from stabletrain.guard.checks.written import (
     weights_of,
 )
 from stabletrain.machine.determinism import Generators
+from stabletrain.machine.untouched import Attributes, put_back_attributes
+from stabletrain.machine.untouched import attributes_of as attributes_of_modules
+from stabletrain.optimizers import needs_closure
 
 
 class Copies:
@@ -32,6 +35,7 @@ class Copies:
         self._contents: list[tuple[Any, Any]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._generators: Generators | None = None
+        self._forward: tuple[SavedBuffers, Attributes] | None = None  # what a forward pass writes besides
 
     @torch.no_grad()
     def take(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -61,6 +65,9 @@ class Copies:
         if old:
             torch._foreach_copy_(old, new)
         self._generators = Generators.now(next(model.parameters()).device)
+        self._forward = None
+        if needs_closure(optimizer):
+            self._forward = buffers_of(model).save(), attributes_of_modules(model)
 
     def are_finite_now(self) -> bool:
         """Returns whether everything that the step wrote is finite; waits for the device."""
@@ -79,6 +86,10 @@ class Copies:
             unexpanded(own(tensor)).copy_(unexpanded(copy, like=memory))
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        if self._forward is not None:
+            buffers, attributes = self._forward
+            put_back_attributes(attributes)
+            buffers.put_back()
         assert self._generators is not None
         self._generators.set()
 

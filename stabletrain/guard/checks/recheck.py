@@ -39,7 +39,6 @@ from stabletrain.guard.checks.repeats import (
     RepeatGradient,
     RepeatUpdate,
     next_tensor,
-    tensor_by_tensor,
 )
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.parallel.single import SingleProcess
@@ -298,7 +297,7 @@ class Recheck(NoRecheck):
 
     def of_update(self, state: TrainState, parallel: SingleProcess) -> NoRepeat:
         """Returns what repeats the update of one tensor; call it just before the update."""
-        if not self.repeats(state.step) or not tensor_by_tensor(state.optimizer):
+        if not self.repeats(state.step):
             return NO_REPEAT
         # The rehearsal takes the largest tensor, which needs the most memory.
         turn = (state.step + 1) // self.every if self.due(state.step) else None

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from stabletrain.buffers import SavedBuffers, can_be_written
 from stabletrain.guard.checks.comparing import Compared, compare, sums
 from stabletrain.machine.determinism import Generators
 from stabletrain.machine.memory import within_memory
 from stabletrain.machine.untouched import attributes_of, put_back_attributes, untouched
+from stabletrain.optimizers import needs_closure, optimizers_of
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Number, TrainState
 from stabletrain.stability.step_tools import StepTools
@@ -128,10 +129,10 @@ class RepeatUpdate(NoRepeat):
     """Repeats the update of one tensor."""
 
     def __init__(
-        self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor], parallel: SingleProcess
+        self, judge: Judge, state: TrainState, chosen: tuple[dict[str, Any], Tensor, Optimizer], parallel: SingleProcess
     ) -> None:
-        group, self._weight = chosen
-        self._judge, self._optimizer, self._parallel = judge, state.optimizer, parallel
+        group, self._weight, self._optimizer = chosen
+        self._judge, self._parallel = judge, parallel
         self._name = next((name for name, each in state.model.named_parameters() if each is self._weight), "a weight")
         self._before = within_memory(lambda: OneTensor.of(self._optimizer, group, self._weight))
 
@@ -185,20 +186,23 @@ def tensor_by_tensor(optimizer: Optimizer) -> bool:
     known = type(optimizer).__module__.startswith(("torch.optim.", "stabletrain."))
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     ours = all((getattr(hook, "__module__", None) or "").startswith("stabletrain.") for hook in hooks)
-    return known and ours and not isinstance(optimizer, LBFGS)
+    return known and ours and not needs_closure(optimizer)
 
 
-def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any], Tensor] | None:
-    """Returns the tensor whose turn it is, with its group; None if no tensor has a gradient.
+def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any], Tensor, Optimizer] | None:
+    """Returns the tensor whose turn it is, with its group and optimizer; None if none can be repeated.
 
-    Leaves out weights in 16 bits: `precision=bf16_params` gives the optimizer other tensors, and rounds at random.
+    Leaves out tensors without a gradient, optimizers that are not `tensor_by_tensor`, and weights in 16 bits:
+    `precision=bf16_params` gives the optimizer other tensors, and rounds at random.
 
     Args:
         turn: number of the turn; None for the largest tensor.
     """
     able = [
-        (group, weight)
-        for group in optimizer.param_groups
+        (group, weight, each)
+        for each in optimizers_of(optimizer)
+        if tensor_by_tensor(each)
+        for group in each.param_groups
         for weight in group["params"]
         if weight.grad is not None and not weight.grad.is_sparse and weight.dtype in (torch.float32, torch.float64)
     ]

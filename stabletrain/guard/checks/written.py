@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of
+from stabletrain.optimizers import optimizers_of
 from stabletrain.stability.optimizers.closed import note_largest_weight
 
 NOT_WRITTEN = ("defaults", "_step_supports_amp_scaling", "grad_scale", "found_inf")
@@ -79,7 +80,7 @@ def tensors_in(held: dict[Any, Any] | list[Any]) -> Iterator[Tensor]:
 
 def weights_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Returns the weights that a step may write; frozen ones only if the step has a hook, such as weight averaging."""
-    hooked = bool(getattr(optimizer, "_optimizer_step_post_hooks", ()))
+    hooked = any(getattr(each, "_optimizer_step_post_hooks", ()) for each in optimizers_of(optimizer))
     return [parameter for parameter in model.parameters() if parameter.requires_grad or hooked]
 
 
@@ -196,5 +197,6 @@ def note_start(model: nn.Module, optimizer: Optimizer) -> None:
             known[key] = ref(tensor)
         elif key in weights:
             largest = max(largest, value)
-    _INFINITE[optimizer] = known
+    for each in {optimizer, *optimizers_of(optimizer)}:
+        _INFINITE[each] = known
     note_largest_weight(optimizer, largest)

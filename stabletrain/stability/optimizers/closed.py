@@ -66,6 +66,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from stabletrain.optimizers import SeveralOptimizers, optimizers_of
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
 from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.muon import MuonAndAdamW
@@ -103,6 +104,8 @@ def why_unproven(optimizer: Optimizer) -> str:
 
     The module's docstring has the proof and what it assumes. Reads no tensor's values, and takes 0.1 us a parameter.
     """
+    if isinstance(optimizer, SeveralOptimizers):
+        return next(filter(None, map(why_unproven, optimizer.optimizers)), "")
     check = PROVEN.get(type(optimizer))
     if check is None:
         return f"{type(optimizer).__name__} is none of the optimizers that are proven to stay finite"
@@ -126,7 +129,8 @@ def why_unproven(optimizer: Optimizer) -> str:
 
 def note_largest_weight(optimizer: Optimizer, value: float) -> None:
     """Notes the largest magnitude of a weight before the first step."""
-    _LARGEST_WEIGHT[optimizer] = value
+    for each in optimizers_of(optimizer):
+        _LARGEST_WEIGHT[each] = value
 
 
 LARGEST_INITIAL_WEIGHT = 1e17
