@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.checkpoint.tree import Piece, Tree, is_sharded, local_part, map_tensors
 from stabletrain.errors import ConfigError
-from stabletrain.optimizers import optimizers_of
 from stabletrain.records import TrainState
+from stabletrain.several_optimizers import optimizers_of
 
 NOT_RESTORED = frozenset({"params", "lr", "peak_lr"})
 """Keys of a parameter group that are not restored, so that a learning rate changed for the resumed run takes effect."""

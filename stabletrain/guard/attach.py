@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from stabletrain.guard.checks.written import needs_closure
 from stabletrain.guard.evaluations import Evaluations
 from stabletrain.guard.gradients import unwrapped
 from stabletrain.guard.micro_batch import MicroBatch, named_tensors, versions
 from stabletrain.guard.rerun import BegunStep
-from stabletrain.optimizers import needs_closure
 from stabletrain.records import GradNorms
 
 FORWARD_ONLY = "the loop's own loss is not known: only the model's forward pass was run again (use guard.step)"

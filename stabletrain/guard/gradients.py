@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
+from stabletrain.guard.checks.written import needs_closure
 from stabletrain.monitors.tensor_norms import lengths, measure_all
-from stabletrain.optimizers import SeveralOptimizers, needs_closure, optimizers_of
 from stabletrain.records import GradNorms, Number
+from stabletrain.several_optimizers import SeveralOptimizers, optimizers_of
 
 
 def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:

@@ -28,8 +28,8 @@ from stabletrain.guard.attached_guard import AttachedGuard
 from stabletrain.guard.loop_guard import LoopGuard, guard_of
 from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, map_tensors, versions
 from stabletrain.guard.rerun import BegunStep, repeat
-from stabletrain.optimizers import optimizers_of
 from stabletrain.records import Number
+from stabletrain.several_optimizers import optimizers_of
 
 
 class Guard(LoopGuard):

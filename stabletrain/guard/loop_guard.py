@@ -34,9 +34,9 @@ from stabletrain.guard.reports import LoopTracker, log_alarms, log_predictions
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.guard.subject import LoopSubject
 from stabletrain.monitors.rolling import Alarm
-from stabletrain.optimizers import optimizers_of
 from stabletrain.parallel.loop import ranks_of_loop
 from stabletrain.records import RankPart, Reading, Verdict
+from stabletrain.several_optimizers import optimizers_of
 from stabletrain.tracking.tracker import NoTracker
 
 

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.recheck import recheck_every as recheck_of
 from stabletrain.guard.checks.update_check import NoUpdateCheck
+from stabletrain.guard.checks.written import needs_closure
 from stabletrain.guard.loop_states import Loader
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.guard.policy.high_norms import HighNorms
 from stabletrain.guard.policy.slow_loop import loop_slow_spikes
-from stabletrain.optimizers import needs_closure
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.loop import GradScaled, precision_of_loop
 

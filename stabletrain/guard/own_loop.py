@@ -20,7 +20,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.comparing import sums
 from stabletrain.guard.checks.copies import Copies
 from stabletrain.guard.checks.repeats import NO_REPEAT, NoRepeat
-from stabletrain.guard.checks.written import note_start
+from stabletrain.guard.checks.written import needs_closure, note_start
 from stabletrain.guard.evaluations import Evaluations
 from stabletrain.guard.gradients import BareTensors, TrainedParameters, as_one
 from stabletrain.guard.judge import Judge
@@ -31,10 +31,10 @@ from stabletrain.guard.options import check_closure_options, make_precision
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.guard.rerun import BegunStep, Generators, Rerun, total
 from stabletrain.guard.subject import compiled_frames
-from stabletrain.optimizers import needs_closure, optimizers_of
 from stabletrain.parallel.loop import innermost
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Number, Reading, TrainState
+from stabletrain.several_optimizers import optimizers_of
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.tracking.tracker import NoTracker
 

@@ -11,7 +11,7 @@ import stabletrain
 PACKAGE = Path(stabletrain.__file__).parent
 ROOT = PACKAGE.parent
 
-NOUNS = {"records", "errors", "buffers", "printable", "program", "stored"}
+NOUNS = {"records", "errors", "buffers", "printable", "program", "several_optimizers", "stored"}
 
 BESIDE = "beside"
 """The folder that the rest of the package never imports; `adapters` holds public names of it."""
@@ -21,6 +21,7 @@ MAY_SEE = {
     "errors": set(),
     "in_flight": {"records"},
     "printable": set(),
+    "several_optimizers": set(),
     "stored": {"errors"},
     "program": set(),
     "buffers": set(),

@@ -116,6 +116,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Returns a tensor without its graph, complex values as pairs; of a sharded one, this rank's shard."""
+    """Returns a dense tensor without its graph, complex values as pairs; of a sharded one, this rank's shard."""
     tensor = own(tensor)
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce().to_dense()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -13,6 +13,7 @@ from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.guard.checks.written import (
     attributes_of,
     containers,
+    needs_closure,
     own,
     parts_of,
     tensors_in,
@@ -22,7 +23,6 @@ from stabletrain.guard.checks.written import (
 from stabletrain.machine.determinism import Generators
 from stabletrain.machine.untouched import Attributes, put_back_attributes
 from stabletrain.machine.untouched import attributes_of as attributes_of_modules
-from stabletrain.optimizers import needs_closure
 
 
 class Copies:

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import SavedBuffers, can_be_written
 from stabletrain.guard.checks.comparing import Compared, compare, sums
+from stabletrain.guard.checks.written import needs_closure
 from stabletrain.machine.determinism import Generators
 from stabletrain.machine.memory import within_memory
 from stabletrain.machine.untouched import attributes_of, put_back_attributes, untouched
-from stabletrain.optimizers import needs_closure, optimizers_of
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Number, TrainState
+from stabletrain.several_optimizers import optimizers_of
 from stabletrain.stability.step_tools import StepTools
 
 

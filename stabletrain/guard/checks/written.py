@@ -2,9 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator
-from functools import partial
-from inspect import isroutine
+from collections.abc import Callable, Generator, Iterator
+from functools import lru_cache, partial
+from inspect import isroutine, signature
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of
-from stabletrain.optimizers import optimizers_of
+from stabletrain.several_optimizers import optimizers_of
 from stabletrain.stability.optimizers.closed import note_largest_weight
 
 NOT_WRITTEN = ("defaults", "_step_supports_amp_scaling", "grad_scale", "found_inf")
@@ -76,6 +76,21 @@ def tensors_in(held: dict[Any, Any] | list[Any]) -> Iterator[Tensor]:
     for each in [*held.keys(), *held.values()] if isinstance(held, dict) else held:
         if isinstance(each, Tensor):
             yield each
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer's step must be given a closure, which it may run several times, as LBFGS's.
+
+    Such a step also writes what forward and backward write: gradients, buffers and attributes of modules.
+    """
+    return takes_closure(type(optimizer).step)
+
+
+@lru_cache
+def takes_closure(step: Callable[..., Any]) -> bool:
+    """Returns whether a step has an argument `closure` without a default."""
+    closure = signature(step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def weights_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:

@@ -66,7 +66,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from stabletrain.optimizers import SeveralOptimizers, optimizers_of
+from stabletrain.several_optimizers import SeveralOptimizers, optimizers_of
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
 from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.muon import MuonAndAdamW

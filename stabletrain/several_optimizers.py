@@ -1,12 +1,10 @@
-"""Several optimizers as one, and optimizers whose step runs a closure.
+"""Several optimizers as one.
 
 A step takes `SeveralOptimizers` for one optimizer, so that it updates the parameters of all or of none: Muon for the
 matrices and AdamW for the rest, or an actor's optimizer and a critic's.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -76,15 +74,3 @@ class States(Mapping[Tensor, Any]):
 def optimizers_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Returns the optimizers in a `SeveralOptimizers`; any other is the only one."""
     return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer's step must be given a closure, which it may run several times, as LBFGS's."""
-    return takes_closure(type(optimizer).step)
-
-
-@lru_cache
-def takes_closure(step: Callable[..., Any]) -> bool:
-    """Returns whether a step has an argument `closure` without a default."""
-    closure = inspect.signature(step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
