@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.guard.checks.repeats import next_tensor
+from stabletrain.guard.checks.written import weights_of
 from stabletrain.guard.guard import Guard
+from stabletrain.guard.incidents import settings
 from stabletrain.guard.policy import RollbackGuard
 from stabletrain.several_optimizers import SeveralOptimizers
-from stabletrain.stability.optimizers.closed import why_unproven
+from stabletrain.stability.optimizers.closed import note_largest_weight, why_unproven
 from tests.guard.given import batches, bits, same
 
 
@@ -173,8 +176,9 @@ def test_an_update_of_one_that_is_not_finite_undoes_all(tmp_path, order):
     loop = Loop(tmp_path, lambda model: with_bare(model)[order])
     loop.run(batches(3))
     before, usual = loop.bits(), loop.loss
-    loop.loss = lambda x, y: F.cross_entropy(loop.model.rest(loop.model.matrix(x @ torch.ones(4, 8))), y) + (
-        0 * loop.model.embedding.weight.sum()
+    loop.loss = lambda x, y: (
+        F.cross_entropy(loop.model.rest(loop.model.matrix(x @ torch.ones(4, 8))), y)
+        + (0 * loop.model.embedding.weight.sum())
     )
     loop.run(batches(1))
     assert same(before, loop.bits())
@@ -293,6 +297,41 @@ def test_several_are_proven_if_each_is():
         optimizers = kind(Words())
         assert why_unproven(SeveralOptimizers(optimizers)) == why_unproven(optimizers[0]) != ""
         assert why_unproven(SeveralOptimizers(optimizers[::-1])) == why_unproven(optimizers[0])
+    proven = SeveralOptimizers(adamw_and_sgd(Words()))
+    note_largest_weight(proven, 1e18)
+    assert "a weight of 1e+18" in why_unproven(proven)
+
+
+def test_an_infinity_from_the_start_is_no_fault_of_an_update(tmp_path):
+    loop = Loop(tmp_path, with_bare)
+    loop.optimizers[1].best = torch.tensor(math.inf)
+    loop.run(batches(2))
+    assert loop.guard.last.applied
+
+
+def test_a_hook_of_any_may_write_frozen_weights():
+    model = Words()
+    model.matrix.requires_grad_(False)
+    several = SeveralOptimizers(with_bare(model))
+    assert not any(each is model.matrix.weight for each in weights_of(model, several))
+    several.optimizers[1].register_step_post_hook(lambda *_: None)
+    assert any(each is model.matrix.weight for each in weights_of(model, several))
+
+
+def test_only_settings_that_all_have_are_known():
+    groups = [{"lr": 1e-2, "eps": 1e-8, "betas": (0.9, 0.99)}, {"lr": 1e-3, "eps": 1e-8}]
+    assert settings("", groups, clips=False, best_loss=1.0).values == {"optimizer.eps": 1e-8}
+    assert settings("", groups[:1], clips=False, best_loss=1.0).values["optimizer.lr"] == 1e-2
+
+
+def test_updates_of_all_take_turns_to_be_repeated():
+    model = Words(sparse=False)
+    optimizers = adamw_and_sgd(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    turns = [next_tensor(SeveralOptimizers(optimizers), turn) for turn in range(6)]
+    held = [(id(each), id(p)) for each in optimizers for group in each.param_groups for p in group["params"]]
+    assert [(id(optimizer), id(weight)) for _, weight, optimizer in turns] == held
 
 
 def test_what_cannot_be_held_together_is_refused(tmp_path):
