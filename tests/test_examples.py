@@ -10,6 +10,9 @@ ARGUMENTS = {"train_and_load.py": ["steps=3", "model.n_layer=1", "eval_batches=1
 
 ELSEWHERE = {
     "guard_loop.py": "tests/guard/test_example.py",
+    "guard_actor_critic.py": "tests/guard/test_loop_programs.py",
+    "guard_lbfgs.py": "tests/guard/test_loop_programs.py",
+    "guard_by_hand.py": "tests/guard/test_loop_programs.py",
     "guard_lightning.py": "tests/beside/adapters/test_lightning.py",
     "guard_transformers.py": "tests/beside/adapters/test_transformers.py",
     "regression.py": "tests/test_examples_objectives.py",

@@ -19,6 +19,7 @@ The rest is the door for a user's own loop:
 | attached_guard, attach | judges at `optimizer.step()`, for a loop that cannot be edited |
 | loop_guard | what both do with a verdict: skip, take again, restore, roll back, halt; the step as the engine sees it |
 | own_loop | the step itself: begin, judge, apply, hold, run again |
+| evaluations | the closure of an optimizer that runs it in its own step, such as LBFGS |
 | options | checks the options, and builds the policy and the precision from them |
 | judge | measures a step, judges it and clips |
 | micro_batch | a closure with its batch: one micro-batch of a step |

@@ -7,7 +7,12 @@
 A step runs forward and backward, judges loss and gradients, clips, and applies the update, or changes nothing at all.
 Its verdict is known before it returns, which takes one host read: on CUDA the host waits for the backward pass.
 
-Several networks that train together, such as those of a GAN, have a guard each:
+Several optimizers of one step, such as Muon for matrices and AdamW for the rest, have one guard, which updates the
+parameters of all or of none:
+
+    guard = Guard(model, [muon, adamw])
+
+Networks whose steps alternate, such as those of a GAN, have a guard each:
 
     guard_g, guard_d = Guard(generator, optimizer_g), Guard(discriminator, optimizer_d)
 

@@ -252,7 +252,8 @@ def test_an_error_in_a_later_evaluation_puts_the_start_back(tmp_path, attach):
         loop.run(batches(1))
     assert equal(before[:2], loop.everything()[:2])
     loop.loss = usual
-    loop.run(with_nan(batches(2), 1))
+    loop.run(with_nan(batches(2), 0))
+    assert loop.guard.last.applied
     assert loop.guard.skipped == 1
     assert loop.guard.incidents[0].cause == "poison_input", "forward calls are recorded as before"
 

@@ -20,7 +20,7 @@ from tests.guard.given import batches, bits, same
 
 
 class Words(nn.Module):
-    """An embedding with sparse gradients, a matrix, and vectors with BatchNorm and dropout: a kind for each optimizer."""
+    """An embedding with sparse gradients, a matrix, BatchNorm and dropout: something for each kind of optimizer."""
 
     def __init__(self, sparse=True):
         super().__init__()
