@@ -47,6 +47,15 @@ class SeveralOptimizers(Optimizer):
         for each in self.optimizers:
             each.zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of each optimizer."""
+        return {"optimizers": [each.state_dict() for each in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores them."""
+        for each, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            each.load_state_dict(state)
+
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Calls `hook` before the step of the first optimizer."""
         return self.optimizers[0].register_step_pre_hook(hook)

@@ -47,7 +47,7 @@ from stabletrain.trainer.build import build
 from stabletrain.trainer.history import History
 from stabletrain.trainer.loop import train
 from tests.conftest import HAS_BESIDE
-from tests.guard.given import Loop, batches
+from tests.guard.given import Loop, batches, bits
 from tests.runs import ROOT, TINY_GPT, composed
 from tests.trainer.given import batch, reading
 
@@ -129,6 +129,11 @@ GUARDS = {
     "fp16": {"precision": "fp16", "recheck_every": 2, "forecast_every": 3},
     "scaler": {"scaler": torch.amp.GradScaler("cpu", enabled=False)},
     "attached": {"attach": True},
+    "several": {
+        "several": True,
+        "policy": lambda: RollbackGuard(snapshot_every=5, healthy_after=2),
+        "checksum_every": 1,
+    },
 }
 
 
@@ -136,7 +141,13 @@ def loop_of(name):
     """A loop with a guard."""
     options = {**GUARDS[name], "max_incidents": 0}
     attach, policy = options.pop("attach", False), options.pop("policy", lambda: None)()
+    several = options.pop("several", False)
     loop = Loop("nowhere", seed=0, policy=policy, **({} if attach else options))
+    if several:
+        first, second = [*loop.model.parameters()][:3], [*loop.model.parameters()][3:]
+        optimizers = [torch.optim.AdamW(first, lr=1e-2), torch.optim.SGD(second, lr=1e-2, momentum=0.9)]
+        loop.guard = Guard(loop.model, optimizers, folder="nowhere", policy=policy, **options)
+        loop.optimizer, loop.bits = loop.guard._loop.optimizer, lambda: bits(loop.model, *optimizers)
     if attach:
         loop.guard = Guard.attach(loop.model, loop.optimizer, folder="nowhere", max_incidents=0)
     return loop
