@@ -90,13 +90,16 @@ def settings(name: str, groups: Sequence[dict], *, clips: bool, best_loss: float
 
     Args:
         name: of the number format; empty if unknown.
-        groups: the first parameter group of each optimizer; a setting counts as known if all have the same.
+        groups: the first parameter group of each optimizer. Where they differ, only the learning rates are known, as a
+            list.
         clips: whether the guard clips.
         best_loss: smallest loss of the applied steps.
     """
     keys: Sequence[str] = ("lr", "weight_decay", "betas", "eps")
     told = [{f"optimizer.{key}": plain_number(group[key]) for key in keys if key in group} for group in groups]
     values = {key: value for key, value in told[0].items() if all(each.get(key) == value for each in told)}
+    if "optimizer.lr" not in values and all("optimizer.lr" in each for each in told):
+        values["optimizer.lr"] = [each["optimizer.lr"] for each in told]
     return RunSettings(
         choices={"clipping": "zclip" if clips else "none"} | ({"precision": name} if name else {}),
         values=values | ({"precision.min_scale": 1.0} if name == "fp16" else {}),

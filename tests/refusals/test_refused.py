@@ -16,6 +16,7 @@ FAST = {row.command for row in ROWS[::6]}
 """Rows of every section, in the fast tier."""
 
 WRONG_TYPES = ['Guard(model, "adam")', "Guard(loss_fn, optimizer)", 'Guard(model, optimizer, max_norm="1")']
+WRONG_TYPES += ["Guard.attach(model, [optimizer, of_another_model])"]
 
 AS_PROCESSES = ["train optimizer.lr=-1", "train steps=[", "train --steps 100", "prepare text.txt run", "trian"]
 """Rows of different ways to the message: an option's class, Hydra's parser, no option, a command, no command."""

@@ -144,6 +144,8 @@ def lower_lr(e: Evidence) -> list[str]:
     rate = e.setting.values.get("optimizer.lr")
     if isinstance(rate, int | float):
         fix.append(f"optimizer.lr={rate / 3:.2g}")
+    elif isinstance(rate, list):  # of several optimizers
+        fix.append(f"lower the learning rates to {', '.join(f'{each / 3:.2g}' for each in rate)}")
     if e.setting.warmup and e.reading.step <= 2 * e.setting.warmup:
         fix.insert(0, f"warmup.steps={2 * e.setting.warmup}")
     return fix
