@@ -285,6 +285,22 @@ def test_a_fault_of_the_machine_is_taken_again_from_the_first_evaluation(tmp_pat
     assert equal(*ends)
 
 
+def test_a_first_evaluation_that_was_wrong_once_is_computed_again(tmp_path):
+    data, ends, last = batches(5), [], []
+    for faulty in (False, True):
+        loop = Loop(tmp_path, lbfgs(None))
+        loop.run(data[:3])
+        usual, once = loop.loss, iter([math.nan] * faulty)
+        loop.loss = lambda x, y, usual=usual, once=once: usual(x, y) * next(once, 1.0)
+        loop.run(data[3:4], first=False)
+        assert loop.guard.machine_faults == int(faulty)
+        last.append(loop.guard.last.loss)
+        loop.run(data[4:], first=False)
+        ends.append(loop.everything())
+    assert equal(*ends)
+    assert last[0] == last[1]
+
+
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_rollback_restores_the_curvature(tmp_path, search):
     policy = RollbackGuard(snapshot_every=3, healthy_after=1, patience=2, lr_factor=1.0, snapshots=1)

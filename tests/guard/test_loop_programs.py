@@ -47,9 +47,9 @@ def equal(a, b):
 
 @EACH
 def test_on_healthy_data_every_bit_is_that_of_the_loop_before(tmp_path, program, network, data):
-    model, batches = made(network, data, 30)
+    model, batches = made(network, data, 22)
     kept = program.plain(model, batches)
-    twin, batches = made(network, data, 30)
+    twin, batches = made(network, data, 22)
     guard, same = program.guarded(twin, batches, str(tmp_path))
     assert not guard.skipped
     assert equal(states(model, kept), states(twin, same))
@@ -57,18 +57,18 @@ def test_on_healthy_data_every_bit_is_that_of_the_loop_before(tmp_path, program,
 
 @EACH
 def test_a_bad_batch_changes_no_bit(tmp_path, program, network, data):
-    model, batches = made(network, data, 24, 23)
+    model, batches = made(network, data, 12, 11)
     _, kept = program.guarded(model, batches[:-1], str(tmp_path))
-    twin, batches = made(network, data, 24, 23)
+    twin, batches = made(network, data, 12, 11)
     guard, same = program.guarded(twin, batches, str(tmp_path))
     assert not guard.last.applied
     assert equal(states(model, kept), states(twin, same))
-    assert [each.path.name for each in guard.incidents] == ["step-00000024"]
+    assert [each.path.name for each in guard.incidents] == ["step-00000012"]
 
 
 @EACH
 def test_without_the_guard_a_bad_batch_ends_the_training(program, network, data):
-    model, batches = made(network, data, 24, 23)
+    model, batches = made(network, data, 12, 11)
     program.plain(model, batches)
     assert not all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
