@@ -193,6 +193,13 @@ def test_an_update_of_one_that_is_not_finite_undoes_all(tmp_path, order):
     assert loop.guard.last.applied
 
 
+def test_the_fix_names_the_optimizer_at_fault(tmp_path):
+    loop = Loop(tmp_path, lambda model: [with_bare(model)[0], torch.optim.RMSprop(model.embedding.parameters(), eps=0)])
+    loop.run(batches(1))  # it uses some rows of the embedding only
+    assert loop.guard.skips["update"] == 1
+    assert [*loop.guard.incidents[0].fix] == ["RMSprop(eps=1e-08): eps is 0 in group 0"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rollback_restores_the_moments_of_all_and_lowers_all_rates(tmp_path, kind):
     policy = RollbackGuard(snapshot_every=4, healthy_after=1, patience=2, lr_factor=0.5, lr_steps=4)
