@@ -28,10 +28,10 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     for each in optimizers_of(optimizer):
         own = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
         if twice := held.keys() & own.keys():
-            name = next(name for name, parameter in model.named_parameters() if id(parameter) in twice)
+            names = (name for name, parameter in model.named_parameters() if id(parameter) in twice)
             raise ConfigError(
-                f"{name} is in two of the optimizers: {len(twice)} parameters would be updated twice in a step; give "
-                "each parameter to one of them"
+                f"{next(names, 'a parameter')} is in two of the optimizers: {len(twice)} parameters would be updated "
+                "twice in a step; give each parameter to one of them"
             )
         held |= own
     found: list[Tensor] = [parameter for parameter in model.parameters() if held.pop(id(parameter), None) is not None]

@@ -362,6 +362,7 @@ def test_what_cannot_be_held_together_is_refused(tmp_path):
     for given, message in (
         ([first, second, again], r"rest\.0\.weight is in two of the optimizers: 4 parameters"),
         ([first, first], "in two of the optimizers"),
+        (adamw_and_sgd(Words())[:1] * 2, "a parameter is in two of the optimizers"),
         ([first, torch.optim.LBFGS(model.matrix.parameters())], r"LBFGS\(\.\.\.\)\]\).*a guard of its own"),
         ([], "give at least one optimizer"),
     ):
