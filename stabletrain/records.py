@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class Batch:
         counted: number of valid targets in the whole batch, if it is known; a rank's shard of a batch needs it.
         transform: is applied to the inputs when the batch is moved to the model's device; None if they are complete.
         share: share of the step's samples that this part of its batch holds, over all ranks and micro-batches.
+        sizes: number of samples of each micro-batch, if samples were left out; empty if all have the same number.
     """
 
     inputs: Tensor
@@ -61,6 +63,7 @@ class Batch:
     counted: int | None = None
     transform: Transform | None = None
     share: float = 1.0
+    sizes: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -120,24 +123,41 @@ class Batch:
         return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory(), transform=transform)
 
     def split(self, parts: int) -> list[Batch]:
-        """Splits the batch into `parts` micro-batches of equal size, in order.
+        """Splits the batch into `parts` micro-batches of equal size, in order; or into those of `sizes`.
 
         Raises:
             ValueError: the batch size is not a multiple of `parts`.
         """
+        if self.sizes:
+            ends = [*itertools.accumulate(self.sizes)]
+            found = [self.rows(slice(end - size, end)) for size, end in zip(self.sizes, ends, strict=True)]
+            return [part.of_step(self.share * len(part) / len(self)) for part in found]
         size, rest = divmod(len(self), parts)
         if rest:
             raise ValueError(f"a batch of {len(self)} samples does not divide into {parts} micro-batches")
         whole = self.of_step(self.share / parts)
         return [whole.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
 
-    def rows(self, rows: slice) -> Batch:
+    def without(self, left_out: Collection[int], parts: int) -> Batch:
+        """Leaves samples out of the batch of a step with `parts` micro-batches; one that loses all its samples ends.
+
+        The targets of the whole step and `share` are the caller's to correct: other ranks may lose samples too.
+        """
+        kept = [row for row in range(len(self)) if row not in left_out]
+        size = len(self) // parts
+        sizes = [sum(row // size == part for row in kept) for part in range(parts)]
+        return replace(self.rows(kept), sizes=tuple(filter(None, sizes)))
+
+    def rows(self, rows: slice | list[int]) -> Batch:
         """Selects samples."""
+        sources = self.sources
+        if sources is not None:
+            sources = sources[rows] if isinstance(rows, slice) else [sources[row] for row in rows]
         return Batch(
             self.inputs[rows],
             self.targets[rows],
             None if self.ids is None else self.ids[rows],
-            None if self.sources is None else self.sources[rows],
+            sources,
             self.counted,
             None if self.transform is None else replace(self.transform, each=self.transform.each[rows]),
             self.share,
@@ -373,10 +393,12 @@ class Verdict(enum.Enum):
 
     `RESTORE`: memory or arithmetic failed, not the data or the settings. The step is repeated from an intact state,
     with the same batch and the same learning rate.
+    `KEEP`: a few samples are at fault. The step is taken again without them (`guard/guilty.py`).
     """
 
     APPLY = "apply"
     SKIP = "skip"
+    KEEP = "keep"
     RESTORE = "restore"
     ROLLBACK = "rollback"
     HALT = "halt"

@@ -109,6 +109,7 @@ KEYS: dict[str, Row] = {
     "init_from": Row(REFUSED, "a resume restores the checkpoint's weights", "leave out resume for a new run"),
     "init_strict": Row(REFUSED, "a resume restores the checkpoint's weights", "leave out resume for a new run"),
     "guard.escalate": Row(FREE, "acts only after a halt, or on a run that has diverged"),
+    "guard.keep": Row(RECORDED, "later steps with bad samples are skipped, or applied without these"),
     "guard.whatif_steps": Row(FREE, "acts only after a halt"),
     "model.dropout": Row(RECORDED, "later steps drop another share"),
     "model.embedding_gradient": Row(RECORDED, "scales later gradients"),

@@ -10,13 +10,14 @@ import json
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stabletrain.forensics.facts import Outcome
 from stabletrain.forensics.investigate import Findings
-from stabletrain.forensics.report import report
+from stabletrain.forensics.report import markdown, report, section
 from stabletrain.forensics.rerun import VARIANTS
 from stabletrain.forensics.saved_step import BATCH, STATE, STEP
 from stabletrain.forensics.subject import Subject
@@ -106,6 +107,12 @@ def publish(hidden: Path, folder: Path, step: int) -> Path:
                 raise
         else:  # another process has not taken this name in the meantime
             return place
+
+
+def add_to_report(folder: Path, text: str) -> None:
+    """Adds what became of the step to an incident's page. If the page cannot be written, it stays as it is."""
+    with suppress(OSError), open(folder / "report.md", "a", encoding="utf-8") as page:
+        page.write("\n".join([*section("What became of the step", [markdown(text)]), ""]))
 
 
 def remove_unfinished(folder: Path) -> None:

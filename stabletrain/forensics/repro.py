@@ -140,6 +140,7 @@ def save_repro(folder: Path, repro: Repro) -> None:
         "format": FORMAT,
         "step": repro.step,
         "micro_batches": repro.micro_batches,
+        "sizes": [*batch.sizes],
         "loss_scale": repro.loss_scale,
         "scaled": is_scaled(repro.tools.precision),
         "reading": None if repro.reading is None else repro.reading._asdict(),
@@ -185,14 +186,16 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     try:
         laid_out = {name: kept[name].permute(inverse_permutation(order)) for name, order in found["order"].items()}
         batch = Batch(laid_out["inputs"], laid_out["targets"], laid_out.get("ids"), found["sources"])
+        batch = replace(batch, sizes=tuple(found.get("sizes", ())))
         reading, part, loss_scale = unflatten([found["reading"], found.get("part"), found["loss_scale"]], {})
         reading = None if reading is None else checked_reading(reading)
         part = None if part is None else RankPart(**part)
         rest = [found[key] for key in ("scaled", "micro_batches", "compiled", "about")]
         if not isinstance(loss_scale, int | float):
             raise TypeError(f"loss_scale is {loss_scale!r}, not a number")
-        if not 1 <= rest[1] <= max(len(batch), 1) or len(batch) % rest[1]:
-            raise ValueError(f"{rest[1]} micro-batches of a batch of {len(batch)} samples")
+        even = 1 <= rest[1] <= max(len(batch), 1) and not len(batch) % rest[1]
+        if sum(batch.sizes) != len(batch) if batch.sizes else not even:
+            raise ValueError(f"{rest[1]} micro-batches {batch.sizes or ''} of a batch of {len(batch)} samples")
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DamagedFile(f"{folder / STEP} is damaged ({type(error).__name__}: {error})") from error
     if not (found["scaled"] and is_scaled(tools.precision)):  # a fix changes the precision

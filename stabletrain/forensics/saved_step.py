@@ -62,6 +62,7 @@ class SavedStep(FormatAndStep, total=False):
     """
 
     micro_batches: Count
+    sizes: list[Count]
     loss_scale: float | dict[str, str]
     scaled: bool
     reading: dict[str, Any] | None

@@ -88,6 +88,11 @@ class AttachedGuard(LoopGuard):
                 "Guard.attach(model, [...]): the loop steps one optimizer after the other, so the first has moved its "
                 "weights when the second is judged; attach a guard to each, or use Guard(model, [...]) and guard.step"
             )
+        if "all_but_guilty" in (options.get("keep"), getattr(options.get("policy"), "keep", "")):
+            raise ConfigError(
+                "Guard.attach(keep='all_but_guilty'): only a closure can be run without some samples; use Guard and "
+                "guard.step(closure, batch=...)"
+            )
         super().__init__(model, optimizer, **options)
         loop = self._loop
         assert isinstance(loop, AttachedLoop)

@@ -10,6 +10,7 @@ The life of a step, with the place of each stage in the trainer and in a loop of
 | read | the numbers are on the host | after the next step is launched (lag 1) | in `Judge`, before the update (lag 0) |
 | judged | the policy's verdict, and a third computation if two differed | `settle` | `settle` |
 | explained | the first of several held steps is investigated, the machine tested | `explain_held` | `explain_held` |
+| kept | taken again without its guilty samples, if asked to | `keep_the_rest` | `keep_the_rest` |
 | put back | taken again, restored, rolled back, or the end | `trainer/loop.py`, `rollback.py` | `loop_guard.py` |
 
 A *held* step is one whose update was not applied, or was undone. The policy counts it as skipped, unless it is taken
@@ -24,7 +25,8 @@ edited.
 import math
 import platform
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,15 @@ from torch import Tensor
 
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
+from stabletrain.forensics.incident import add_to_report
 from stabletrain.forensics.probes.samples import MAX_LISTED, describe
 from stabletrain.guard.checks.comparing import Compared
 from stabletrain.guard.checks.copies import put_back_after
 from stabletrain.guard.checks.recheck import collect_finding
 from stabletrain.guard.checks.written import state_is_sound, update_is_finite
+from stabletrain.guard.guilty import Counts, Sample, Search, all_samples
 from stabletrain.guard.policy import NoGuard
+from stabletrain.guard.policy.kept import MOST
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import is_round
@@ -62,6 +67,7 @@ class ReadStep(ABC):
         parallel: the ranks that train together.
         tracker: receives events and lines.
         handler: investigates.
+        left_out: samples without which the step is to be taken again, if the verdict is KEEP.
     """
 
     reading: Reading
@@ -73,6 +79,7 @@ class ReadStep(ABC):
     parallel: SingleProcess
     tracker: NoTracker
     handler: NoIncidentHandler
+    left_out: Sequence[Sample] = field(default=(), init=False)
 
     @abstractmethod
     def investigate(self, kind: str, reading: Reading) -> IncidentSummary | None:
@@ -105,21 +112,40 @@ class ReadStep(ABC):
         Returns None if other bits are to be expected.
         """
 
-    def bad_samples(self) -> tuple[list[dict[str, Any]], int]:
-        """Returns this rank's samples with values that no model can learn from, and how many samples it has."""
+    @abstractmethod
+    def sample_counts(self) -> Counts:
+        """Returns how many samples the step has; nothing if it cannot be run with some of them. All ranks call it."""
+
+    @abstractmethod
+    def is_sound_without(self, left_out: Collection[Sample]) -> bool:
+        """Runs the step without some samples; returns whether it is within all limits. All ranks call it."""
+
+    def bad_samples(self, most: int | None = MAX_LISTED) -> tuple[list[dict[str, Any]], int]:
+        """Returns this rank's samples with values that no model can learn from, and how many samples it has.
+
+        Args:
+            most: how many to return at most; None for all.
+        """
         return [], 0
+
+    def names_of(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        """Returns what events and messages say of some samples. All ranks call it."""
+        return [each._asdict() for each in samples]
 
 
 def settle(step: ReadStep) -> Verdict:
     """Returns the verdict on a step: the policy's, unless a closer look changes it. All ranks must call it.
 
-    The verdict becomes RESTORE if the machine was at fault, and APPLY or SKIP if a difference proves to be no fault.
+    The verdict becomes RESTORE if the machine was at fault, and APPLY or SKIP if a difference proves to be no fault. It
+    becomes KEEP if a few samples were at fault: the step is to be taken again without them.
     """
     guard, reading = step.guard, step.reading
     # The policy's verdict on the numbers: apply, skip, roll back or halt. It also updates counts and limits.
     faults = guard.machine_faults
     verdict = guard.judge(reading)
     report_out_of_memory(step)
+    if guard.left_out:
+        report_kept(step)
     # The first try of this step gave an update that was not finite, and this one did not.
     if reading.applied and guard.machine_faults > faults:
         explain(step, "update", reading._replace(bad_update=True, rank=guard.faulty_rank))
@@ -137,11 +163,12 @@ def explain_held(step: ReadStep, verdict: Verdict) -> Verdict:
     """Records a held step, and investigates it if it is the first in a row; returns the verdict on it.
 
     The verdict becomes RESTORE if the machine was at fault: if the state is damaged, or a repetition of the step gives
-    other results. A step that halts the run is also investigated, unless the newest incident is of the same kind.
+    other results. It becomes KEEP if the rest of the step can be kept. A step that halts the run is also investigated,
+    unless the newest incident is of the same kind.
     Held steps without an incident are printed only if `is_round` selects their count.
     """
     guard, tracker, reading, handler = step.guard, step.tracker, step.reading, step.handler
-    reason, named = guard.reason, {}
+    reason, named, judged, newly_filed = guard.reason, {}, verdict, None
     # Name what is bad, so that the user can look at it: samples of the batch, or tensors of the state. Each rank
     # inspects its own part, and all ranks get the whole list.
     if guard.kind == "bad_data":
@@ -167,8 +194,12 @@ def explain_held(step: ReadStep, verdict: Verdict) -> Verdict:
             guard.note_mistake(incident)  # so that a rollback is not repeated for the same mistake
         verdict = check_machine(step, verdict, None if incident is None else incident.cause)
         if incident is not None and not incident.known:
-            handler.newest = guard.kind
-            return verdict
+            newly_filed, handler.newest = incident, guard.kind
+    if guard.may_keep and verdict is judged:
+        verdict = keep_the_rest(step, verdict)
+        handler.unfinished = None if newly_filed is None else newly_filed.path
+    if newly_filed is not None or verdict is Verdict.KEEP:
+        return verdict
     count = guard.skips[guard.kind]
     # a rollback or a halt prints its own message, so only plain skips are printed here
     if verdict is Verdict.SKIP and is_round(count):
@@ -305,11 +336,57 @@ def report_out_of_memory(step: ReadStep) -> None:
     )
 
 
+# ---- keeping the rest of a step
+
+
+def keep_the_rest(step: ReadStep, verdict: Verdict) -> Verdict:
+    """Returns KEEP if the held step can be taken again without its guilty samples, which `step.left_out` then holds.
+
+    It can if these are found and are at most half of the step's samples. All ranks must call it.
+    """
+    guard, counts = step.guard, step.sample_counts()
+    samples = sum(map(sum, counts))
+    guilty = guilty_samples(step, counts)
+    if not guilty or len(guilty) > MOST * samples:
+        return verdict
+    guard.take_without(step.reading.step, len(guilty), samples)
+    step.left_out = guilty
+    return Verdict.KEEP
+
+
+def guilty_samples(step: ReadStep, counts: Counts) -> list[Sample]:
+    """Returns the samples of a held step that are at fault, over all ranks; none if they cannot be named."""
+    guard, samples = step.guard, all_samples(counts)
+    if guard.kind == "bad_data":  # their values show it
+        bad = step.parallel.gather_samples(*step.bad_samples(most=None))
+        whole = any(each["index"] is None for each in bad)
+        return [] if whole else [samples[each["index"]] for each in bad]
+    # Each run of the step costs as much as a step, so only the first of several held steps in a row is searched.
+    return Search(counts, step.is_sound_without).find() if guard.consecutive == 1 else []
+
+
+def report_kept(step: ReadStep) -> None:
+    """Reports that a step was applied without some samples, also on the page of its incident."""
+    guard, tracker, reading = step.guard, step.tracker, step.reading
+    samples = f"{guard.left_out} of its samples"
+    fields = {"left_out": guard.left_out, "loss": reading.loss, "grad_norm": reading.grad_norm}
+    tracker.event("kept", step.number, tick=step.tick, **fields)
+    if is_round(guard.kept_steps):
+        tracker.note(f"step {step.number}: applied without {samples} (number {guard.kept_steps})")
+    page, step.handler.unfinished = step.handler.unfinished, None
+    if page is not None and step.parallel.ranks.is_main:
+        add_to_report(page, f"The rest of the step was applied, without {samples}: loss {reading.loss:.6g}.")
+
+
 # ---- events and lines that both doors show
 
 
 def note_taken_again(step: ReadStep) -> None:
-    """Reports that a held step is taken again, because its numbers were wrong and have changed nothing."""
-    before = step.reading.step - 1
-    step.tracker.event("restore", step.number, tick=step.tick, to=before, loaded=before, reason=step.guard.reason)
-    step.tracker.note(f"step {step.number}: taken again, with the same batch and learning rate")
+    """Reports that a held step is taken again: its numbers were wrong and changed nothing, or samples are left out."""
+    before, named = step.reading.step - 1, {}
+    if step.left_out:
+        named["left_out"] = step.names_of(step.left_out)
+    fields = {"to": before, "loaded": before, "reason": step.guard.reason, **named}
+    step.tracker.event("restore", step.number, tick=step.tick, **fields)
+    if not named:  # otherwise its result is reported
+        step.tracker.note(f"step {step.number}: taken again, with the same batch and learning rate")

@@ -33,6 +33,7 @@ from stabletrain.guard.attached_guard import AttachedGuard
 from stabletrain.guard.loop_guard import LoopGuard, guard_of
 from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, map_tensors, versions
 from stabletrain.guard.rerun import BegunStep, repeat
+from stabletrain.guard.samples import NO_BATCH
 from stabletrain.records import Number
 from stabletrain.several_optimizers import optimizers_of
 
@@ -55,6 +56,9 @@ class Guard(LoopGuard):
             step updates all or none. One that runs a closure in its step, such as LBFGS, gets the closure of `step`.
         folder: receives a folder for each incident, `step-XXXXXXXX`; it is made when needed.
         rollback: whether to keep snapshots, and go back to a healthy one if skipping steps does not help.
+        keep: `all_but_guilty` takes a held step again without the samples at fault (`guard/guilty.py`), if they are at
+            most half of its samples; every closure must then take the batch. `none` skips the step. None leaves it to
+            `policy`.
         max_norm: largest gradient norm; larger gradients are scaled down, as by `clip_grad_norm_`. None or 0 clips
             nothing.
         name: what the guard's lines and events begin with, where several guards train together.
@@ -151,6 +155,8 @@ class Guard(LoopGuard):
         with begun.given_up_on_error():
             # Keep the closure with its batch: if the step is held, they run again.
             micro_batch = MicroBatch(closure, in_new_containers(batch))
+            if self._loop.policy.keeps and not micro_batch.takes_batch:
+                raise ConfigError(f"Guard(keep='all_but_guilty'): {NO_BATCH}")
             begun.versions += versions(batch)
             with self._loop.precision.autocast():
                 value = self._run(micro_batch, begun)
@@ -209,7 +215,7 @@ class Guard(LoopGuard):
             self._follow(begun, reading)
         finally:
             self._end_step()
-        return loss
+        return begun.loss  # of the second try, if there was one
 
     def _recheck(self, begun: BegunStep) -> Number:
         """Returns how far this step's gradients differ from a second computation, if that is due; else 0."""

@@ -5,7 +5,7 @@ loop runs its own code. `own_loop.py` has the step itself: begin, judge, apply o
 it sees the step as a `LoopStep`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
@@ -25,17 +25,20 @@ from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.engine import ReadStep, note_taken_again, settle
+from stabletrain.guard.guilty import Counts, Sample
 from stabletrain.guard.incidents import Incidents, settings
 from stabletrain.guard.loop_mistakes import ScaledClipping, watch_for_lost_moments
+from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.options import check_loader, check_numbers, make_policy
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.guard.reports import LoopTracker, log_alarms, log_predictions
 from stabletrain.guard.rerun import BegunStep
+from stabletrain.guard.samples import sample_count, without_samples
 from stabletrain.guard.subject import LoopSubject
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.parallel.loop import ranks_of_loop
-from stabletrain.records import RankPart, Reading, Verdict
+from stabletrain.records import GradNorms, LossTerms, RankPart, Reading, StepChecks, Verdict
 from stabletrain.several_optimizers import optimizers_of
 from stabletrain.tracking.tracker import NoTracker
 
@@ -113,6 +116,34 @@ class LoopStep(ReadStep):
         """See `ReadStep`."""
         return sums(self.loop.rerun(self.begun, 1.0).run().gradients, self.device)
 
+    def sample_counts(self) -> Counts:
+        """See `ReadStep`. A micro-batch without rows counts as one sample."""
+        begun = self.begun
+        again = not begun.batches_changed and all(each.takes_batch for each in begun.micro_batches)
+        sizes = [max(sample_count(each.batch), 1) for each in begun.micro_batches] if again else []
+        self._counts = self.parallel.gather(sizes)
+        return self._counts if all(self._counts) else []
+
+    def is_sound_without(self, left_out: Collection[Sample]) -> bool:
+        """See `ReadStep`. The rerun leaves no trace, and the ranks average its gradients afterwards."""
+        loop, ranks = self.loop, self.parallel.ranks
+        numbers = torch.full((1 + sum(each.numel() for each in loop.parameters),), torch.nan, device=self.device)
+        try:
+            found = loop.rerun(self.begun, self.reading.loss_scale).run(self.without(left_out))
+        except Exception:  # the user's code may raise anything, and the other ranks wait
+            pass
+        else:
+            pairs = zip(found.gradients, loop.parameters, strict=True)
+            flat = [torch.zeros_like(weight) if each is None else each for each, weight in pairs]
+            numbers = torch.cat([numbers.new_tensor([found.loss]), *[each.flatten().float() for each in flat]])
+        numbers = self.parallel.all_reduce_sum(numbers) / ranks.world_size
+        norm = torch.linalg.vector_norm(numbers[1:])
+        return bool(self.guard.gate(LossTerms(numbers[0]), GradNorms(norm, norm[None]), StepChecks(0.0, 0.0, 0.0)))
+
+    def without(self, left_out: Collection[Sample]) -> list[MicroBatch]:
+        """Returns this rank's micro-batches without these samples."""
+        return without_samples(self.begun.micro_batches, self._counts, self.parallel.ranks.rank, left_out)
+
 
 COUPLED_FOR = 100
 """Number of a guard's steps for which it counts as coupled after a step of another guard."""
@@ -143,6 +174,7 @@ class LoopGuard:
         *,
         folder: str | Path = "incidents",
         rollback: bool = False,
+        keep: str | None = None,
         slow: str = "alarm",
         loss: str = "minimized",
         max_norm: float | None = None,
@@ -165,6 +197,7 @@ class LoopGuard:
         policy = make_policy(
             policy,
             rollback=rollback,
+            keep=keep,
             slow=slow,
             loss=loss,
             checksum_every=checksum_every,
@@ -186,6 +219,10 @@ class LoopGuard:
             max_norm=max_norm or None,
             forecast_every=forecast_every,
         )
+        if policy.keeps and any(hasattr(parameter, "to_local") for parameter in loop.parameters):
+            raise ConfigError(
+                "Guard(keep='all_but_guilty') does not work with sharded weights (fully_shard): use DDP, or keep='none'"
+            )
         self._incidents = Incidents(
             folder, max_incidents, max_seconds, ranks=parallel.ranks, tracker=tracker, keep_state=keep_state
         )
@@ -256,6 +293,11 @@ class LoopGuard:
         step = LoopStep(loop, begun, reading, self._shown_step, self._tracker, self._incidents)
         verdict = settle(step)
         # The numbers were wrong once and the state is intact: take the same step again, and follow its new verdict.
+        # Or a few samples were at fault: take it again without them.
+        if verdict is Verdict.KEEP:
+            note_taken_again(step)
+            self._follow(begun, loop.take_without(begun, reading, step.without(step.left_out)))
+            return
         if verdict is Verdict.RESTORE and not reading.applied and policy.kind != "state":
             note_taken_again(step)
             self._follow(begun, loop.take_again(begun, reading))
@@ -359,6 +401,21 @@ class LoopGuard:
     def machine_faults(self) -> int:
         """Number of steps at which memory or arithmetic failed, and that were taken again or put back."""
         return self._loop.policy.machine_faults
+
+    @property
+    def kept_steps(self) -> int:
+        """Number of steps that were applied without some of their samples."""
+        return self._loop.policy.kept_steps
+
+    @property
+    def samples_left_out(self) -> int:
+        """Number of samples that steps were applied without, over all ranks."""
+        return self._loop.policy.samples_left_out
+
+    @property
+    def left_out(self) -> int:
+        """Number of samples that the last step was applied without."""
+        return self._loop.policy.left_out
 
     @property
     def skips(self) -> dict[str, int]:

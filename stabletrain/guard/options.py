@@ -15,6 +15,7 @@ from stabletrain.guard.checks.written import needs_closure
 from stabletrain.guard.loop_states import Loader
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.guard.policy.high_norms import HighNorms
+from stabletrain.guard.policy.kept import KEEP
 from stabletrain.guard.policy.slow_loop import loop_slow_spikes
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.loop import GradScaled, precision_of_loop
@@ -52,6 +53,7 @@ def make_policy(
     policy: SkipGuard | None = None,
     *,
     rollback: bool = False,
+    keep: str | None = None,
     slow: str = "alarm",
     loss: str = "minimized",
     checksum_every: int = 0,
@@ -72,6 +74,10 @@ def make_policy(
         more = "" if rollback else "; with rollback=True also rollback"
         raise ConfigError(f"Guard(slow={slow!r}) is not one of {', '.join(modes)}{more}")
     made = copy.deepcopy(policy) if policy is not None else (RollbackGuard if rollback else SkipGuard)(slow=slow)
+    if keep is not None:
+        if keep not in KEEP:
+            raise ConfigError(f"Guard(keep={keep!r}) is not one of {', '.join(KEEP)}")
+        made.keep = keep
     made.in_own_loop = True
     made.lone_loss_is_spike = False  # nothing is known about the loop's loss
     made.slow_spikes = loop_slow_spikes(made.slow, made.slow_rate, made.slow_modes, loss)

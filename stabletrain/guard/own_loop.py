@@ -288,7 +288,9 @@ class OwnLoop:
 
     def note_applied(self, begun: BegunStep, reading: Reading) -> None:
         """Keeps what later investigations need of an applied step: its batches, and the smallest loss."""
-        self.best_loss, self.last_applied = min(self.best_loss, reading.loss), begun.micro_batches
+        self.best_loss = min(self.best_loss, reading.loss)
+        if not self.policy.left_out:  # a step with fewer samples cannot stand in for a whole one
+            self.last_applied = begun.micro_batches
 
     def remember_state(self) -> None:
         """Takes the checksums of the state after a step, if they are wanted."""
@@ -328,6 +330,14 @@ class OwnLoop:
             first, second = self._compute_again(begun), self._compute_again(begun)
             differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self.device)
             return self.apply(begun, self.judge(reading.step, begun.loss, self.parameters, recheck=differs))
+
+    def take_without(self, begun: BegunStep, reading: Reading, micro_batches: list[MicroBatch]) -> Reading:
+        """Takes a held step again with the micro-batches that are left of it; returns its numbers."""
+        with begun.given_up_on_error():
+            begun.micro_batches = micro_batches
+            self.policy.recheck.forget()  # its comparison is of the first try
+            self._compute_again(begun)
+            return self.apply(begun, self.judge(reading.step, begun.loss, self.parameters))
 
     def _compute_again(self, begun: BegunStep) -> Tensor:
         """Runs the closures of a step from where it began; returns the sums of the gradients' bits."""

@@ -5,8 +5,10 @@ dimension hold one sample in each row; others belong to the whole batch.
 """
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from stabletrain.forensics.facts import LargestInput, largest_value, most_unusual
 from stabletrain.forensics.probes.samples import MAX_LISTED, Trials, first_place, sample_sizes
 from stabletrain.forensics.rerun import NotPossible
+from stabletrain.guard.guilty import Counts, Sample
 from stabletrain.guard.micro_batch import MicroBatch, map_tensors, named_tensors
 from stabletrain.guard.rerun import Rerun
 
@@ -154,6 +157,46 @@ def with_samples(batch: Any, rows: Sequence[int], filler: Any) -> Any:
         return torch.where(mask, tensor, other.to(tensor.device))
 
     return map_tensors(chosen, batch)
+
+
+def without_samples(
+    micro_batches: Sequence[MicroBatch], counts: Counts, rank: int, left_out: Collection[Sample]
+) -> list[MicroBatch]:
+    """Returns this rank's micro-batches without some samples of the step; one that loses all its samples is dropped.
+
+    A closure returns the mean over its samples, divided by the number of micro-batches. Its loss is multiplied so that
+    every sample that is left, on any rank, has the weight relative to the others that it had in the whole step. With
+    one micro-batch in one process this factor is 1.
+
+    Args:
+        counts: number of samples of each micro-batch, on each rank.
+    """
+    left = [[Fraction(size) for size in sizes] for sizes in counts]
+    for sample in left_out:
+        left[sample.rank][sample.micro_batch] -= 1
+    shares = [[rows / size for rows, size in zip(*pair, strict=True)] for pair in zip(left, counts, strict=True)]
+    whole = Fraction(sum(map(len, shares))) / sum(map(sum, shares))
+    found = []
+    for number, (each, size) in enumerate(zip(micro_batches, counts[rank], strict=True)):
+        rows = [row for row in range(size) if Sample(rank, number, row) not in left_out]
+        if rows:
+            batch = each.batch if len(rows) == size else with_samples(each.batch, rows, None)
+            found.append(MicroBatch(weighted(each.closure, float(shares[rank][number] * whole)), batch))
+    return found
+
+
+def weighted(closure: Callable[..., Any], weight: float) -> Callable[..., Any]:
+    """Returns a closure whose loss is multiplied by `weight`."""
+    if weight == 1.0:
+        return closure
+
+    @functools.wraps(closure)
+    def run(*arguments: Any) -> Any:
+        value = closure(*arguments)
+        return (value[0] * weight, *value[1:]) if isinstance(value, tuple) and len(value) > 1 else value * weight
+
+    setattr(run, "not_replayable", "its loss was weighted, because samples were left out of the step")  # noqa: B010
+    return run
 
 
 def with_other_batches(micro_batches: Sequence[MicroBatch], usual: Sequence[MicroBatch]) -> list[MicroBatch]:

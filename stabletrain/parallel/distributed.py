@@ -190,6 +190,10 @@ class Distributed(SingleProcess):
                     found.append({**each, "index": rank * size + each["index"], "rank": rank})
         return [*found, *of_whole.values()]
 
+    def gather(self, here: Any) -> list[Any]:
+        """Returns what each rank gives, by rank. Communicates over the hosts' network (gloo)."""
+        return all_gather_object(here)
+
     def any_rank(self, here: bool) -> bool:
         """Returns whether `here` is true on any rank. Communicates over the hosts' network (gloo)."""
         return any(all_gather_object(here))

@@ -139,6 +139,10 @@ class SingleProcess:
         """Returns the samples of the whole batch; `index` is their position. This rank's slice has `size` samples."""
         return samples
 
+    def gather(self, here: Any) -> list[Any]:
+        """Returns what each rank gives, by rank. It must be small and picklable."""
+        return [here]
+
     def any_rank(self, here: bool) -> bool:
         """Returns whether `here` is true on any rank."""
         return here

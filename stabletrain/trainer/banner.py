@@ -197,6 +197,8 @@ def guard_summary(state: Any, history: Any, guard: Any, healed_by: Sequence[str]
     again = f", {state.executed_steps:,} executed" if state.executed_steps != state.step else ""
     words = [f"{history.updates:,} updates in {state.step:,} steps{again}"]
     words += [f"{count} skipped ({kind.replace('_', ' ')})" for kind, count in guard.skips.items() if count]
+    if count := guard.kept_steps:
+        words.append(f"{count} kept without {guard.samples_left_out} sample{'s' * (guard.samples_left_out > 1)}")
     if count := guard.machine_faults:
         words.append(f"{count} step{'s' * (count > 1)} taken again after a fault of the machine")
     if guard.rollbacks:

@@ -1,7 +1,7 @@
 """A step of the trainer as the engine sees it: what an investigation gets, and how the step is computed again."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.facts import same_bits
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
-from stabletrain.forensics.probes.samples import bad_samples
+from stabletrain.forensics.probes.samples import MAX_LISTED, bad_samples, identity_of
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.rerun import copy_of_model, with_loss_scale
@@ -21,12 +21,13 @@ from stabletrain.forensics.subject import StepSubject
 from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly
 from stabletrain.guard.engine import ReadStep
+from stabletrain.guard.guilty import Counts, Sample
 from stabletrain.in_flight import InFlight
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
 from stabletrain.records import Batch, Reading, TrainState
-from stabletrain.step import Computed, apply, compute, count_targets, forward_backward
+from stabletrain.step import Computed, apply, close_gate, compute, count_targets, forward_backward
 from stabletrain.tools import Tools
 from stabletrain.trainer.run import TrainingRun
 
@@ -92,12 +93,12 @@ class StepOfRun(ReadStep):
         )
         return self.handler.handle(request, lambda: StepSubject(make_repro(run, self.executed, reading)), states)
 
-    def bad_samples(self) -> tuple[list[dict[str, Any]], int]:
+    def bad_samples(self, most: int | None = MAX_LISTED) -> tuple[list[dict[str, Any]], int]:
         """See `ReadStep`."""
         batch, mine = self.executed.batch, []
         with suppress(Exception):  # a user's batch may hold anything, and the other ranks wait
             vocab_size = self.run.tools.sanitizer.vocab_size
-            mine = bad_samples(transformed(batch, self.device), vocab_size, self.executed.classes)
+            mine = bad_samples(transformed(batch, self.device), vocab_size, self.executed.classes, most)
         return mine, len(batch)
 
     def can_be_repeated(self) -> bool:
@@ -106,14 +107,8 @@ class StepOfRun(ReadStep):
 
     def differs_when_repeated(self, cause: str | None) -> bool:
         """Computes the step again. The gradients of the next step, if it has been computed, are lost."""
-        state, tools, executed = self.state, self.run.tools, self.executed
-        executed.saved_buffers.put_back()
-        state.step -= 1  # the step is counted already, and its randomness is seeded by its number
-        computed = compute(state, self._micro_batches(), tools)
-        state.step += 1
-        terms, norms, _ = tools.parallel.reduce_stats(computed.terms, computed.norms, computed.checks)
-        executed.saved_buffers.put_back()
-        executed.in_flight.recomputed = True
+        computed = self._compute_again(self._micro_batches())
+        terms, norms, _ = self.parallel.reduce_stats(computed.terms, computed.norms, computed.checks)
         loss, norm = torch.stack([terms.total, norms.total]).float().tolist()
         return not (same_bits(loss, self.reading.loss) and same_bits(norm, self.reading.grad_norm))
 
@@ -140,6 +135,54 @@ class StepOfRun(ReadStep):
             forward_backward(tools.wrap_alone(model), first, n_valid, tools)
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         return sums([gradients[name] for name in compared.names], self.device)
+
+    def sample_counts(self) -> Counts:
+        """See `ReadStep`. Every rank has as many."""
+        parts = self.run.plan.grad_accum_steps
+        return [[len(self.executed.batch) // parts] * parts] * self.parallel.ranks.world_size
+
+    def is_sound_without(self, left_out: Collection[Sample]) -> bool:
+        """See `ReadStep`. The gradients of the next step, if it has been computed, are lost."""
+        batches = self.without(left_out).to(self.device).split(self.run.plan.grad_accum_steps)
+        try:
+            computed = self._compute_again(batches)
+        except Exception:  # for example, BatchNorm rejects a single value
+            if self.parallel.ranks.distributed:  # the other ranks wait
+                raise
+            return False
+        tools, found = self.run.tools, (computed.terms, computed.norms, computed.checks)
+        return bool(close_gate(*found, self.parallel, tools.precision, self.guard.gate).gate)
+
+    def without(self, left_out: Collection[Sample]) -> Batch:
+        """Returns this rank's batch without these samples of the step, on the host; all ranks must call it."""
+        batch, ranks, parts = self.executed.batch, self.parallel.ranks, self.run.plan.grad_accum_steps
+        size = len(batch) // parts
+        mine = {each.micro_batch * size + each.row for each in left_out if each.rank == ranks.rank}
+        kept = batch.without(mine, parts)
+        # The loss is divided by the targets that are left on all ranks.
+        if batch.counted is not None:
+            counted = torch.tensor(kept.count_targets(), device=self.device)
+            kept = kept.counting(int(self.parallel.all_reduce_sum(counted)))
+        return kept.of_step(len(kept) / (len(batch) * ranks.world_size - len(left_out)))
+
+    def names_of(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        """See `ReadStep`: with their ids and sources."""
+        batch, ranks = self.executed.batch, self.parallel.ranks
+        size = len(batch) // self.run.plan.grad_accum_steps
+        rows = [each.micro_batch * size + each.row for each in samples if each.rank == ranks.rank]
+        return self.parallel.gather_samples([{"index": row, **identity_of(batch, row)} for row in rows], len(batch))
+
+    def _compute_again(self, batches: Sequence[Batch]) -> Computed:
+        """Runs forward and backward of the step on these micro-batches; only gradients change."""
+        state, executed = self.state, self.executed
+        executed.saved_buffers.put_back()
+        executed.in_flight.recomputed = True
+        state.step -= 1  # the step is counted already, and its randomness is seeded by its number
+        try:
+            return compute(state, batches, self.run.tools)
+        finally:
+            state.step += 1
+            executed.saved_buffers.put_back()
 
     def _micro_batches(self) -> list[Batch]:
         """Returns the step's micro-batches on the device."""

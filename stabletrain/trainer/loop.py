@@ -103,7 +103,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
     with stop_request as signals:
         while state.step < plan.steps:
             # Data first: batch number `state.step`, prefetched by another thread while the last step ran.
-            batch = run.data.batches.get(state.step)
+            batch = run.data.batch(state.step)
             micro_batches = run.data.to_device(batch).split(plan.grad_accum_steps)
             # The ranks' flags travel with this step's numbers, so that all ranks stop after the same step.
             run.parallel.request_stop(signals)
@@ -260,13 +260,15 @@ def judge_step(
     # The verdict on the numbers, after an investigation of a held step, which may change it.
     verdict = settle(step)
     parallel.note_stop(reading.stop)
-    if verdict is Verdict.RESTORE:  # the step is not logged: it is repeated, and logged then
-        if reading.applied or guard.kind == "state":
-            return restore(run, executed, reading.step, guard.reason, throughput)
+    if verdict is Verdict.RESTORE and (reading.applied or guard.kind == "state"):
+        return restore(run, executed, reading.step, guard.reason, throughput)
+    if verdict in (Verdict.RESTORE, Verdict.KEEP):  # the step is not logged: it is repeated, and logged then
         # The step was skipped, so its wrong numbers have changed nothing but buffers: just take it again. It counts as
         # executed, so that a fault injected at this tick does not return.
         executed.saved_buffers.put_back()
         run.data.batches.forget()
+        if verdict is Verdict.KEEP:
+            run.data.kept = step.without(step.left_out)
         run.state.step -= 1
         note_taken_again(step)
         return False

@@ -30,7 +30,10 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: Mapping[str, float]) -> None:
-    """Updates the progress line. Logs the step's metrics if they are due or if monitors returned any (`seen`)."""
+    """Updates the progress line. Logs the step's metrics if they are due or if monitors returned any (`seen`).
+
+    Those of a step that was applied without some samples are always due.
+    """
     guard, tracker, plan = run.tools.guard, run.tracker, run.plan
     skipped = sum(guard.skips.values())
     metrics = reading_metrics(reading, skipped) | run.monitoring.rolling.metrics()
@@ -39,8 +42,9 @@ def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: M
         "guard/applied": int(reading.applied),
         "guard/rollbacks": guard.rollbacks,
         **healing_counts(guard, run.saved.healing),
+        **({"guard/left_out": guard.left_out} if guard.keeps else {}),
     }
-    if seen or reading.step % plan.log_every == 0 or reading.step in (1, plan.steps):
+    if seen or guard.left_out or reading.step % plan.log_every == 0 or reading.step in (1, plan.steps):
         throughput.measure()
         used = {f"{UNITS[run.data.unit]}_per_s": throughput.rate, **run.monitoring.usage.metrics(throughput.rate)}
         tracker.log(reading.step, {**metrics, **used, **seen})
@@ -130,6 +134,11 @@ def final_metrics(run: TrainingRun) -> dict[str, Any]:
         "guard/machine_faults": guard.machine_faults,
         **healings,
         **({"guard/whatif_steps": healing.whatif_steps} if healings else {}),
+        **(
+            {"guard/kept_steps": guard.kept_steps, "guard/samples_left_out": guard.samples_left_out}
+            if guard.keeps
+            else {}
+        ),
         "guard/lost_steps": history.lost_steps,
         "guard/lost_seconds": history.lost_seconds,
         "guard/skipped": sum(guard.skips.values()),

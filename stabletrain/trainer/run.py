@@ -45,6 +45,7 @@ class TrainingData:
         load: returns the training batch of a step number, not prefetched.
         unit: unit of throughput: `tok`, `img` or `sample`.
         to_device: moves a batch to the training device; see `data/batches.py`.
+        kept: the rest of the batch of a step that is taken again without its guilty samples; None for any other step.
     """
 
     batches: Prefetch
@@ -52,6 +53,12 @@ class TrainingData:
     load: Callable[[int], Batch]
     unit: str
     to_device: Callable[[Batch], Batch]
+    kept: Batch | None = None
+
+    def batch(self, step: int) -> Batch:
+        """Returns the batch of the next step, number `step`."""
+        kept, self.kept = self.kept, None
+        return self.batches.get(step) if kept is None else kept
 
 
 @dataclass

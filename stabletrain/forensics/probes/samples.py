@@ -27,13 +27,16 @@ MAX_LISTED = 8
 """Maximum number of samples to list."""
 
 
-def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> list[dict[str, Any]]:
-    """Returns the samples that `stability/sanitize.py` rejects, at most `MAX_LISTED`, in batch order.
+def bad_samples(
+    batch: Batch, vocab_size: int | None, classes: int | None, most: int | None = MAX_LISTED
+) -> list[dict[str, Any]]:
+    """Returns the samples that `stability/sanitize.py` rejects, in batch order.
 
     Args:
         batch: on any device.
         vocab_size: upper bound of integer inputs; None if unknown.
         classes: upper bound of the targets; None if unknown.
+        most: how many to return at most; None for all.
 
     Returns:
         for each sample its `index` in the batch, its `id` and `source` (file and offset) if the data provides them, the
@@ -53,7 +56,7 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
     if not found and not batch.counted and not batch.count_targets():
         what = f"every target is {IGNORE_INDEX}, so all are ignored"
         found = [{"index": None, **identity_of(batch, 0), "fault": "ignored", "what": what}]
-    return found[:MAX_LISTED]
+    return found[:most]
 
 
 def identity_of(batch: Batch, index: int) -> dict[str, Any]:
@@ -280,7 +283,7 @@ class Bisection(Trials):
             return [Batch(batch.inputs[p], batch.targets[p]).to(self._repro.device) for p in parts]
         inputs, targets = self._other.inputs.clone(), self._other.targets.clone()
         inputs[rows], targets[rows] = batch.inputs[rows], batch.targets[rows]
-        return self._repro.to_micro_batches(Batch(inputs, targets))
+        return self._repro.to_micro_batches(Batch(inputs, targets, sizes=batch.sizes))
 
 
 def forward_loss(model: nn.Module, batches: Sequence[Batch], tools: Tools, step: int) -> float:

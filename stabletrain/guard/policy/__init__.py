@@ -15,6 +15,7 @@ step, on its reading, and updates the guard's statistics.
 | limits | limits above which the loss, the gradient norm or the inputs are a spike; why a step was skipped |
 | high_norms | high gradient norms that a user's loop accepts: those that persist, and those of coupled guards |
 | machine_faults | takes a step again if memory or arithmetic failed |
+| kept | takes a step again without the samples that are at fault |
 | slow | slow spikes and divergence: changes that no single step shows |
 | retained | steps of the states that a rollback may restore |
 """

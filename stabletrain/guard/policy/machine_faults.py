@@ -105,9 +105,13 @@ class RetryingGuard(NoGuard):
         else:
             self.retried_step = step
         self._count_machine_fault(step)
-        for name, value in self._before_skip.items():  # the step is not skipped
-            setattr(self, name, value)
+        self._restore_counts()
         return Verdict.RESTORE
+
+    def _restore_counts(self) -> None:
+        """Restores the counts from before the newest skip: that step is taken again, so it is not skipped."""
+        for name, value in self._before_skip.items():
+            setattr(self, name, value)
 
     def _count_machine_fault(self, step: int) -> None:
         """Counts a fault of the machine at this step."""

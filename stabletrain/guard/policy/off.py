@@ -32,6 +32,7 @@ class NoGuard:
         faulty_rank: always -1.
         consecutive: always 0.
         escalate: what happens after a halt: always `halt`, the run ends.
+        kept_steps, samples_left_out, left_out: always 0.
         states, state_check, update_check, recheck: the parts that a guard is composed of; here all do nothing.
     """
 
@@ -45,6 +46,9 @@ class NoGuard:
     faulty_rank: int = -1
     consecutive: int = 0
     escalate: str = "halt"
+    kept_steps: int = 0
+    samples_left_out: int = 0
+    left_out: int = field(init=False, repr=False, default=0)
     states = NoRetainedStates()
     state_check: NoStateCheck = field(init=False, repr=False, compare=False, default_factory=NoStateCheck)
     update_check: NoUpdateCheck = field(init=False, repr=False, compare=False, default_factory=NoUpdateCheck)
@@ -58,6 +62,9 @@ class NoGuard:
 
     bounds = (math.inf, math.inf)
     """Largest loss and gradient norm that open the gate."""
+
+    keeps = may_keep = False
+    """Whether the rest of a held step is kept, without its guilty samples; and that of the step that was just held."""
 
     note = ""
     """Text after the guard's name in the first lines of the run."""
@@ -110,6 +117,9 @@ class NoGuard:
 
     def note_retry(self, step: int, rank: int = -1) -> None:
         """Does nothing."""
+
+    def take_without(self, step: int, left_out: int, samples: int) -> None:
+        """Does nothing: this guard leaves no samples out."""
 
     def begin_rollback(self, step: int, target: int) -> RollbackPlan:
         """Raises NotImplementedError, because this guard never returns ROLLBACK."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from stabletrain.errors import ConfigError
+from stabletrain.guard.policy.kept import COUNTS
 from stabletrain.guard.policy.machine_faults import NEVER_UNDONE
 from stabletrain.guard.policy.retained import RetainedStates
 from stabletrain.guard.policy.skip import SkipGuard
@@ -51,6 +52,7 @@ CUMULATIVE = {
     "rolled_back_mistake": "rolled_back_for",
     "validation_rise_start": "risen_since",
     **NEVER_UNDONE,
+    **COUNTS,
 }
 """Attributes that a rollback does not restore, each with its key in checkpoints and in the event of a halt."""
 

@@ -24,8 +24,8 @@ from stabletrain.guard.checks.recheck import recheck_every
 from stabletrain.guard.checks.state_check import UNKNOWN, NoStateCheck, StateCheck
 from stabletrain.guard.checks.update_check import NoUpdateCheck, UpdateCheck
 from stabletrain.guard.policy.high_norms import NoHighNorms
+from stabletrain.guard.policy.kept import KeepingGuard
 from stabletrain.guard.policy.limits import KINDS, UPDATE_DIFFERS, Limits, kind_and_reason
-from stabletrain.guard.policy.machine_faults import RetryingGuard
 from stabletrain.guard.policy.slow import Divergence, NoDivergence, NoSlowSpikes, slow_spikes
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import NoLengths
@@ -41,7 +41,7 @@ NORM_SHARE = 0.5
 
 
 @dataclass
-class SkipGuard(RetryingGuard):
+class SkipGuard(KeepingGuard):
     """Skips steps with bad data, non-finite values or spikes, and halts if the skips do not end.
 
     Attributes:
@@ -54,6 +54,7 @@ class SkipGuard(RetryingGuard):
         check_update: whether updates of an optimizer that is not proven to be safe are checked (`update_check.py`).
         slow: what happens after a slow spike (`slow.py`): `off`, `alarm`, or with a `RollbackGuard` `rollback`.
         slow_rate: false alarms of slow spikes in 100,000 clean steps for which their threshold is chosen.
+        keep: `all_but_guilty` takes a held step again without the samples at fault (`kept.py`); `none` skips it.
         escalate: what happens after a halt: `halt`, or `whatif`, which tries fixes and goes on (`whatif/healing.py`).
             With `whatif`, the run also halts if it has diverged (`slow.py`).
         whatif_steps: number of steps that the fixes may train, together and in the whole run.
@@ -86,6 +87,7 @@ class SkipGuard(RetryingGuard):
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_consecutive < 1:
             raise ConfigError(
                 f"guard.max_consecutive={self.max_consecutive} is below 1: a run could not survive a single skip; "
@@ -144,6 +146,7 @@ class SkipGuard(RetryingGuard):
 
     def judge(self, reading: Reading) -> Verdict:
         """Returns the verdict on a step and updates counts and limits."""
+        self._alarms += self._count_kept(reading, self.window)
         return self._judge_applied(reading) if reading.applied else self._judge_skipped(reading)
 
     def _judge_applied(self, reading: Reading) -> Verdict:
@@ -253,7 +256,8 @@ class SkipGuard(RetryingGuard):
         every = self.state_check.every
         state = {0: "no checksums", 1: "checksums every update"}.get(every, f"checksums every {every} updates")
         healed = f"; a halt starts a what-if of up to {self.whatif_steps:,} steps" if self.escalate == "whatif" else ""
-        return f" ({'no spike detection' if math.isinf(self.sigma) else spikes}; {state}{healed})"
+        kept = "; a bad step is applied without its guilty samples" if self.keeps else ""
+        return f" ({'no spike detection' if math.isinf(self.sigma) else spikes}; {state}{kept}{healed})"
 
     @property
     def healthy(self) -> bool:

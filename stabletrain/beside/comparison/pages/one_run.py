@@ -92,6 +92,8 @@ def guard(final: Mapping[str, Any]) -> str:
     for name, count in final.items():
         if name.startswith("guard/skipped_") and count:
             said.append(f"{count:,} skipped ({name.removeprefix('guard/skipped_').replace('_', ' ')})")
+    if kept := final.get("guard/kept_steps"):
+        said.append(f"{kept:,} kept without {plural(final.get('guard/samples_left_out', 0), 'sample')}")
     if final.get("guard/rollbacks"):
         said.append(plural(final["guard/rollbacks"], "rollback"))
     if faults := final.get("guard/machine_faults"):
