@@ -41,7 +41,7 @@ from stabletrain.guard.checks.comparing import Compared
 from stabletrain.guard.checks.copies import put_back_after
 from stabletrain.guard.checks.recheck import collect_finding
 from stabletrain.guard.checks.written import state_is_sound, update_is_finite
-from stabletrain.guard.guilty import Counts, Sample, Search, all_samples
+from stabletrain.guard.guilty import Counts, Sample, Search, all_samples, can_run
 from stabletrain.guard.policy import NoGuard
 from stabletrain.guard.policy.kept import MOST
 from stabletrain.machine import hardware
@@ -347,7 +347,8 @@ def keep_the_rest(step: ReadStep, verdict: Verdict) -> Verdict:
     guard, counts = step.guard, step.sample_counts()
     samples = sum(map(sum, counts))
     guilty = guilty_samples(step, counts)
-    if not guilty or len(guilty) > MOST * samples:
+    rest = set(all_samples(counts)).difference(guilty)
+    if not guilty or len(guilty) > MOST * samples or not can_run(counts, rest):
         return verdict
     guard.take_without(step.reading.step, len(guilty), samples)
     step.left_out = guilty

@@ -173,6 +173,7 @@ CHANGED: dict[str, object] = {
     "guard.sigma": "inf",
     "guard.slow": "loud",
     "guard.slow_rate": 0,
+    "guard.keep": "all_but_guilty",
     "guard.escalate": "sometimes",
     "guard.whatif_steps": 0,
     "guard.window": 19,
