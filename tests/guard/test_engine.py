@@ -47,6 +47,7 @@ class MadeUp(ReadStep):
         updates: called as the optimizer's step.
         third: the result of `gradient_again`, or an error.
         bad: samples that no model can learn from.
+        guilty, asked: rows without which the step is within all limits; what it was run without.
     """
 
     def __init__(self, guard, number=7, handler=None, parallel=None, **numbers):
@@ -60,6 +61,7 @@ class MadeUp(ReadStep):
         self.repeats, self.differs, self.third, self.bad = True, False, None, []
         self.updates = lambda: None
         self.files = None
+        self.guilty, self.asked = {1}, []
 
     def investigate(self, kind, reading):
         self.kinds.append(kind)
@@ -82,7 +84,14 @@ class MadeUp(ReadStep):
             raise self.third
         return self.third
 
-    def bad_samples(self):
+    def sample_counts(self):
+        return [[4]]
+
+    def is_sound_without(self, left_out):
+        self.asked.append(left_out)
+        return self.guilty <= {each.row for each in left_out}
+
+    def bad_samples(self, most=None):
         return self.bad, 4
 
     def events(self, *wanted):
@@ -490,3 +499,92 @@ def test_each_alarm_is_recorded_shown_and_sent():
     ]
     assert tracker.notes == ["step 12: many skips", "step 12: rises"]
     assert tracker.alerts == [("skips", "step 12: many skips"), ("slow", "step 12: rises")]
+
+
+# ---- keeping the rest of a step
+
+
+def keeping(**options):
+    return SkipGuard(keep="all_but_guilty", **options)
+
+
+@pytest.mark.parametrize("row", [NAN, SPIKE])
+@pytest.mark.parametrize("options", [{}, {"max_consecutive": 1}], ids=["else skipped", "else a halt"])
+def test_the_rest_of_a_step_is_kept_and_it_is_not_counted_as_skipped(row, options):
+    guard = keeping(**options)
+    step = MadeUp(guard, **row)
+    assert settle(step) is Verdict.KEEP
+    assert [each.row for each in step.left_out] == [1]
+    assert (sum(guard.skips.values()), guard.consecutive, guard.trouble) == (0, 0, 0)
+    step = MadeUp(guard)
+    assert settle(step) is Verdict.APPLY
+    assert (guard.kept_steps, guard.samples_left_out, guard.left_out) == (1, 1, 1)
+    assert step.events("kept") == [("kept", 7, {"tick": 107, "left_out": 1, "loss": 2.0, "grad_norm": 0.5})]
+    settle(MadeUp(guard))
+    assert guard.left_out == 0
+
+
+def test_bad_values_name_the_samples_without_a_run():
+    step = MadeUp(keeping(), **BAD_DATA)
+    step.bad = [{"index": 2, "what": "token 9"}, {"index": 3, "what": "token 9"}]
+    assert settle(step) is Verdict.KEEP
+    assert [each.row for each in step.left_out] == [2, 3]
+    assert step.asked == []
+
+
+@pytest.mark.parametrize("rows", [[], [None], [0, 1, 2]], ids=["none is named", "the whole batch", "most of it"])
+def test_bad_data_of_most_of_the_step_is_skipped(rows):
+    step = MadeUp(keeping(), **BAD_DATA)
+    step.bad = [{"index": row, "what": "bad"} for row in rows]
+    assert settle(step) is Verdict.SKIP
+
+
+@pytest.mark.parametrize("guilty", [set(), {0, 1, 2}, {0, 1, 2, 3}], ids=["none", "most", "all"])
+def test_a_step_of_which_no_few_samples_are_at_fault_is_skipped(guilty):
+    step = MadeUp(keeping(), **NAN)
+    step.guilty = guilty
+    assert settle(step) is Verdict.SKIP
+    assert len(step.asked) <= (1 if not guilty else 9 + 4 * 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        ({"applied": False, "overflow": True, "loss_scale": 2.0}, Verdict.SKIP),
+        (BAD_UPDATE_OF, Verdict.RESTORE),
+        ({"applied": False, "state_changed": True}, Verdict.HALT),
+        (WRONG, Verdict.SKIP),
+    ],
+    ids=["overflow", "update", "memory", "arithmetic"],
+)
+def test_faults_that_are_not_of_samples_are_never_answered_so(row, verdict):
+    step = MadeUp(keeping(), **row)
+    assert settle(step) is verdict
+    assert step.asked == []
+
+
+def test_a_fault_of_the_machine_comes_first():
+    step = MadeUp(keeping(), **NAN)
+    step.differs = True
+    assert settle(step) is Verdict.RESTORE
+    assert step.asked == []
+
+
+def test_the_second_try_is_the_last_and_later_steps_of_a_row_are_not_searched():
+    guard = keeping()
+    assert settle(MadeUp(guard, **NAN)) is Verdict.KEEP
+    second = MadeUp(guard, **NAN)
+    assert settle(second) is Verdict.SKIP
+    assert (second.asked, guard.kept_steps, guard.skips["nonfinite"]) == ([], 0, 1)
+    later = MadeUp(guard, **NAN)
+    assert settle(later) is Verdict.SKIP
+    assert (later.asked, guard.skips["nonfinite"]) == ([], 2)
+
+
+def test_a_rollback_undoes_no_count_of_samples():
+    guard = RollbackGuard(keep="all_but_guilty")
+    for step in (MadeUp(guard, **NAN), MadeUp(guard)):
+        settle(step)
+    counts, older = guard.cumulative_state(), RollbackGuard(keep="all_but_guilty")
+    older.load_cumulative_state(counts)
+    assert (older.kept_steps, older.samples_left_out) == (1, 1)
