@@ -110,9 +110,11 @@ def publish(hidden: Path, folder: Path, step: int) -> Path:
 
 
 def add_to_report(folder: Path, text: str) -> None:
-    """Adds what became of the step to an incident's page. If the page cannot be written, it stays as it is."""
-    with suppress(OSError), open(folder / "report.md", "a", encoding="utf-8") as page:
-        page.write("\n".join([*section("What became of the step", [markdown(text)]), ""]))
+    """Adds what became of the step to an incident's page, once. If the page cannot be written, it stays as it is."""
+    added = "\n".join([*section("What became of the step", [markdown(text)]), ""])
+    with suppress(OSError), open(folder / "report.md", "r+", encoding="utf-8") as page:
+        if not page.read().endswith(added):  # a run that was killed and resumed takes the same step again
+            page.write(added)
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -373,7 +373,7 @@ def report_kept(step: ReadStep) -> None:
     fields = {"left_out": guard.left_out, "loss": reading.loss, "grad_norm": reading.grad_norm}
     tracker.event("kept", step.number, tick=step.tick, **fields)
     if is_round(guard.kept_steps):
-        tracker.note(f"step {step.number}: applied without {samples} (number {guard.kept_steps})")
+        tracker.note(f"step {step.number}: {guard.reason}; applied without {samples} (number {guard.kept_steps})")
     page, step.handler.unfinished = step.handler.unfinished, None
     if page is not None and step.parallel.ranks.is_main:
         add_to_report(page, f"The rest of the step was applied, without {samples}: loss {reading.loss:.6g}.")

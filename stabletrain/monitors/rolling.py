@@ -159,9 +159,9 @@ class Alarm:
 
     Attributes:
         kind: `clipping`, `skips`, `explosion`, `vanishing`, `attention` or `monitors`; or a kind of slow spike
-            (`guard/policy/slow.py`), which is shown once for each change. In a user's loop also `norm_level` and
-            `coupled_spike` (`guard/policy/high_norms.py`), `scaled_clipping` and `lost_moments`
-            (`guard/loop_mistakes.py`).
+            (`guard/policy/slow.py`), which is shown once for each change; or `left_out` (`guard/policy/kept.py`). In a
+            user's loop also `norm_level` and `coupled_spike` (`guard/policy/high_norms.py`), `scaled_clipping` and
+            `lost_moments` (`guard/loop_mistakes.py`).
         text: one line: what happened, where, and what to try.
         since: step at which it began, as far as it is known; None if that means nothing.
     """

@@ -52,6 +52,24 @@ def test_the_step_is_that_of_a_plain_loop_that_never_had_the_guilty_samples(tmp_
     assert f"The rest of the step was applied, without {len(rows)} of its samples" in page
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16", "scaler", "rollback"])
+def test_it_is_so_in_every_precision_and_with_every_policy(tmp_path, name):
+    options = {
+        "bf16": lambda: {"precision": "bf16"},
+        "fp16": lambda: {"precision": "fp16"},
+        "scaler": lambda: {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)},
+        "rollback": lambda: {"rollback": True, "max_norm": 0.5, "checksum_every": 1},
+    }[name]
+    data = batches(8)
+    loop, never = Loop(tmp_path / "kept", **KEEP, **options()), Loop(tmp_path / "never", **options())
+    loop.run(spoilt(data, [2]))
+    never.run(
+        [batch if step != BAD else [part[[0, 1, 3, 4, 5, 6, 7]] for part in batch] for step, batch in enumerate(data)]
+    )
+    assert loop.guard.kept_steps == 1
+    assert same(loop.bits(), never.bits())
+
+
 def test_nothing_differs_while_nothing_is_wrong(tmp_path):
     data = batches(8)
     loop = Loop(tmp_path, **KEEP)

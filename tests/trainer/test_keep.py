@@ -124,6 +124,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(unless=lambda name: name in ("gpt micro-batches", "resnet spike"))
 @pytest.mark.parametrize("name", CASES)
 def test_the_step_is_that_of_a_plain_loop_that_never_had_the_guilty_samples(tmp_path, name):
     tiny, kind, spoil, guilty, parts = CASES[name]
@@ -179,6 +180,7 @@ def test_without_the_option_nothing_is_said_of_it(tmp_path):
     assert "kept" not in (tmp_path / "run.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "reason"), [(bad_label(0, 1, 2), "most samples"), (lambda batch: batch.rows(slice(0, 0)), "no samples")]
 )
@@ -201,6 +203,7 @@ def test_a_step_that_fails_again_is_skipped_and_not_tried_a_third_time(tmp_path)
     assert job.state.executed_steps == STEPS + 1
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_whole_step_is_no_fault_of_samples(tmp_path):
     with composed(*GPT, f"steps={STEPS}") as cfg:
         job = build(cfg, tmp_path)
@@ -211,6 +214,7 @@ def test_a_fault_of_the_whole_step_is_no_fault_of_samples(tmp_path):
     assert (job.tools.guard.kept_steps, job.tools.guard.skips["nonfinite"]) == (0, 1)
 
 
+@pytest.mark.slow(unless=lambda crash_at_tick: crash_at_tick == BAD + 1)
 @pytest.mark.parametrize("crash_at_tick", [BAD + 1, BAD + 3])
 def test_a_killed_run_that_is_resumed_equals_one_that_was_not(tmp_path, crash_at_tick):
     """Killed after the kept step was held, and after it was applied; two kept steps, dropout, and the counts."""
@@ -244,6 +248,7 @@ def test_a_replay_from_an_older_state_takes_the_step_without_the_same_samples(tm
         assert torch.equal(mine, other)
 
 
+@pytest.mark.slow(unless=lambda parts: parts == 2)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_rest_of_a_step_can_be_saved_and_replayed(tmp_path, parts):
     """As an incident of a step that was applied without some samples would be."""
