@@ -24,113 +24,21 @@ edited.
 
 import math
 import platform
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from stabletrain.forensics.agreement import NotInvestigated
-from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
-from stabletrain.forensics.incident import add_to_report
+from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.probes.samples import MAX_LISTED, describe
-from stabletrain.guard.checks.comparing import Compared
 from stabletrain.guard.checks.copies import put_back_after
 from stabletrain.guard.checks.recheck import collect_finding
 from stabletrain.guard.checks.written import state_is_sound, update_is_finite
-from stabletrain.guard.guilty import Counts, Sample, Search, all_samples, can_run
-from stabletrain.guard.policy import NoGuard
-from stabletrain.guard.policy.kept import MOST
+from stabletrain.guard.keeping import keep_the_rest, report_kept
+from stabletrain.guard.read_step import ReadStep
 from stabletrain.machine import hardware
-from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import is_round
-from stabletrain.records import Reading, TrainState, Verdict
-from stabletrain.tracking.tracker import NoTracker
+from stabletrain.records import Reading, Verdict
 
 DAMAGED = "weights or moments have changed since the last update"
-
-
-@dataclass
-class ReadStep(ABC):
-    """A step whose numbers are on the host, and the ways to run it again.
-
-    Attributes:
-        reading: its numbers; `reading.step` is its number as the guard counts.
-        number: its number in events and messages: the user's.
-        tick: number of steps executed so far, with this one.
-        state: weights and moments: those from before the step if it was held, else those that it led to.
-        device: of the model.
-        guard: the policy.
-        parallel: the ranks that train together.
-        tracker: receives events and lines.
-        handler: investigates.
-        left_out: samples without which the step is to be taken again, if the verdict is KEEP.
-    """
-
-    reading: Reading
-    number: int
-    tick: int
-    state: TrainState
-    device: torch.device
-    guard: NoGuard
-    parallel: SingleProcess
-    tracker: NoTracker
-    handler: NoIncidentHandler
-    left_out: Sequence[Sample] = field(default=(), init=False)
-
-    @abstractmethod
-    def investigate(self, kind: str, reading: Reading) -> IncidentSummary | None:
-        """Has the handler explain the step, as a step with these numbers; None if it did not. All ranks call it.
-
-        Raises:
-            NotInvestigated: an error prevents it.
-        """
-
-    @abstractmethod
-    def can_be_repeated(self) -> bool:
-        """Returns whether a repetition of the step must give the same bits."""
-
-    @abstractmethod
-    def differs_when_repeated(self, cause: str | None) -> bool:
-        """Returns whether a repetition gives another loss or gradient norm. All ranks call it.
-
-        Args:
-            cause: the result of the investigation; None if there was none.
-        """
-
-    @abstractmethod
-    def update_again(self) -> None:
-        """Runs the optimizer's step once more on the present gradients."""
-
-    @abstractmethod
-    def gradient_again(self, compared: Compared) -> Tensor | None:
-        """Computes the gradients that were compared once more; returns the sums of their bits, int64 `[tensors]`.
-
-        Returns None if other bits are to be expected.
-        """
-
-    @abstractmethod
-    def sample_counts(self) -> Counts:
-        """Returns how many samples the step has; nothing if it cannot be run with some of them. All ranks call it."""
-
-    @abstractmethod
-    def is_sound_without(self, left_out: Collection[Sample]) -> bool:
-        """Runs the step without some samples; returns whether it is within all limits. All ranks call it."""
-
-    def bad_samples(self, most: int | None = MAX_LISTED) -> tuple[list[dict[str, Any]], int]:
-        """Returns this rank's samples with values that no model can learn from, and how many samples it has.
-
-        Args:
-            most: how many to return at most; None for all.
-        """
-        return [], 0
-
-    def names_of(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-        """Returns what events and messages say of some samples. All ranks call it."""
-        return [each._asdict() for each in samples]
 
 
 def settle(step: ReadStep) -> Verdict:
@@ -334,49 +242,6 @@ def report_out_of_memory(step: ReadStep) -> None:
         f"step {step.number}: too little memory to compute a gradient and an update twice, so arithmetic is not "
         "checked in this process; training is not affected. fix: a smaller batch_size, or more grad_accum_steps"
     )
-
-
-# ---- keeping the rest of a step
-
-
-def keep_the_rest(step: ReadStep, verdict: Verdict) -> Verdict:
-    """Returns KEEP if the held step can be taken again without its guilty samples, which `step.left_out` then holds.
-
-    It can if these are found and are at most half of the step's samples. All ranks must call it.
-    """
-    guard, counts = step.guard, step.sample_counts()
-    samples = sum(map(sum, counts))
-    guilty = guilty_samples(step, counts)
-    rest = set(all_samples(counts)).difference(guilty)
-    if not guilty or len(guilty) > MOST * samples or not can_run(counts, rest):
-        return verdict
-    guard.take_without(step.reading.step, len(guilty), samples)
-    step.left_out = guilty
-    return Verdict.KEEP
-
-
-def guilty_samples(step: ReadStep, counts: Counts) -> list[Sample]:
-    """Returns the samples of a held step that are at fault, over all ranks; none if they cannot be named."""
-    guard, samples = step.guard, all_samples(counts)
-    if guard.kind == "bad_data":  # their values show it
-        bad = step.parallel.gather_samples(*step.bad_samples(most=None))
-        whole = any(each["index"] is None for each in bad)
-        return [] if whole else [samples[each["index"]] for each in bad]
-    # Each run of the step costs as much as a step, so only the first of several held steps in a row is searched.
-    return Search(counts, step.is_sound_without).find() if guard.consecutive == 1 else []
-
-
-def report_kept(step: ReadStep) -> None:
-    """Reports that a step was applied without some samples, also on the page of its incident."""
-    guard, tracker, reading = step.guard, step.tracker, step.reading
-    samples = f"{guard.left_out} of its samples"
-    fields = {"left_out": guard.left_out, "loss": reading.loss, "grad_norm": reading.grad_norm}
-    tracker.event("kept", step.number, tick=step.tick, **fields)
-    if is_round(guard.kept_steps):
-        tracker.note(f"step {step.number}: {guard.reason}; applied without {samples} (number {guard.kept_steps})")
-    page, step.handler.unfinished = step.handler.unfinished, None
-    if page is not None and step.parallel.ranks.is_main:
-        add_to_report(page, f"The rest of the step was applied, without {samples}: loss {reading.loss:.6g}.")
 
 
 # ---- events and lines that both doors show

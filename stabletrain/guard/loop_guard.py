@@ -24,7 +24,7 @@ from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.guard.checks.comparing import Compared, sums
-from stabletrain.guard.engine import ReadStep, note_taken_again, settle
+from stabletrain.guard.engine import note_taken_again, settle
 from stabletrain.guard.guilty import Counts, Sample
 from stabletrain.guard.incidents import Incidents, settings
 from stabletrain.guard.loop_mistakes import ScaledClipping, watch_for_lost_moments
@@ -32,6 +32,7 @@ from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.options import check_loader, check_numbers, make_policy
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.policy import SkipGuard
+from stabletrain.guard.read_step import ReadStep
 from stabletrain.guard.reports import LoopTracker, log_alarms, log_predictions
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.guard.samples import sample_count, without_samples

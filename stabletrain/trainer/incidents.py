@@ -20,8 +20,8 @@ from stabletrain.forensics.rerun import copy_of_model, with_loss_scale
 from stabletrain.forensics.subject import StepSubject
 from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly
-from stabletrain.guard.engine import ReadStep
 from stabletrain.guard.guilty import Counts, Sample
+from stabletrain.guard.read_step import ReadStep
 from stabletrain.in_flight import InFlight
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored

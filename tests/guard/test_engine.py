@@ -14,7 +14,6 @@ from stabletrain.guard.checks.comparing import compare
 from stabletrain.guard.checks.recheck import Recheck, collect_finding, third_equals
 from stabletrain.guard.engine import (
     DAMAGED,
-    ReadStep,
     changed_tensors,
     check_machine,
     explain,
@@ -24,6 +23,7 @@ from stabletrain.guard.engine import (
 )
 from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard
 from stabletrain.guard.policy.limits import BAD_UPDATE, GRADIENT_DIFFERS, UPDATE_DIFFERS
+from stabletrain.guard.read_step import ReadStep
 from stabletrain.guard.reports import log_alarms
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.parallel.single import SingleProcess
