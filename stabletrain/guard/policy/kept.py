@@ -88,6 +88,8 @@ class KeepingGuard(RetryingGuard):
         (step, left_out, samples), self._retaken = self._retaken, (0, 0, 0)
         self._second_try = step == reading.step
         self.left_out = left_out if self._second_try and reading.applied else 0
+        if not (self.left_out or self._recent):  # nearly every step
+            return []
         self._recent = [each for each in self._recent if reading.step - window < each[0] <= reading.step]
         if self.left_out:
             self.kept_steps += 1
