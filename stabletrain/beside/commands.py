@@ -44,12 +44,20 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `compare`."""
     parser.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
     parser.add_argument("--each", action="store_true", help="one row per run, even if only the seed differs")
+    parser.add_argument(
+        "--by",
+        metavar="KEYS",
+        default="",
+        help="one row per setting, such as precision,stability: mean and deviation over the other runs, and the "
+        "difference to the best one with its 95%% interval",
+    )
     parser.add_argument("--sort", metavar="COLUMN", help="a column of --csv, such as units_per_s or optimizer.lr")
     parser.add_argument(
         "--rows", type=int, default=50, help="number of rows to print, 0 for all (default: %(default)s)"
     )
     parser.add_argument("--wide", action="store_true", help="print every column, even if the terminal is too narrow")
-    parser.add_argument("--csv", type=Path, help="write all rows and columns to this file")
+    parser.add_argument("--csv", type=Path, help="write all rows and columns to this file; with --by, the settings")
+    parser.add_argument("--tex", type=Path, help="write the table of settings to this file, in LaTeX (booktabs)")
     parser.add_argument("--png", "--picture", type=Path, help="plot the curves to this file (.png, .svg, .pdf)")
     parser.add_argument(
         "--html", type=Path, help="the page (default: report.html in a sweep's folder, else compare.html here)"
@@ -60,8 +68,9 @@ def compare(chosen: argparse.Namespace) -> None:
     """Prints a table of runs and their sensitivity to the learning rate; writes the requested files."""
     from stabletrain.beside.comparison.command import compare as show
 
-    names = ("each", "sort", "rows", "wide", "csv", "html")
-    show(chosen.runs, picture=chosen.png, **{name: getattr(chosen, name) for name in names})
+    names = ("each", "sort", "rows", "wide", "csv", "html", "tex")
+    by = [key for key in chosen.by.split(",") if key]
+    show(chosen.runs, picture=chosen.png, by=by, **{name: getattr(chosen, name) for name in names})
 
 
 def add_losses_arguments(parser: argparse.ArgumentParser) -> None:

@@ -90,6 +90,7 @@ ONLY = {
     "rich": {"tracking/progress", "beside/comparison/table", "beside/comparison/command"},
     "pandas": {
         "beside/comparison/api",
+        "beside/comparison/by_setting",
         "beside/comparison/frames",
         "beside/comparison/table",
         "beside/comparison/pages/comparison",

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
+from stabletrain.beside.comparison.by_setting import by_setting, latex, sentence, settings_of
+from stabletrain.beside.comparison.by_setting import markdown as markdown_of
 from stabletrain.beside.comparison.frames import by_seed, frame_of
 from stabletrain.beside.comparison.pages.comparison import is_another_page, write_page
 from stabletrain.beside.comparison.pictures import check_name, draw, draw_losses
@@ -16,7 +19,7 @@ from stabletrain.beside.comparison.reading.runs import is_run, read_runs
 from stabletrain.beside.comparison.sensitivity import Arm, arms, markdown
 from stabletrain.beside.comparison.table import ENDLESS, in_one_line, ranked, show
 from stabletrain.errors import ConfigError
-from stabletrain.printable import say
+from stabletrain.printable import one_line, say
 
 RECORDS = (".json", ".jsonl", ".yaml", ".safetensors")
 """Endings of the files that a run consists of; a table never replaces one."""
@@ -35,6 +38,8 @@ def compare(
     csv: Path | None = None,
     picture: Path | None = None,
     html: Path | None = None,
+    by: Sequence[str] = (),
+    tex: Path | None = None,
 ) -> None:
     """Compares the runs in `folders`.
 
@@ -43,26 +48,37 @@ def compare(
         sort: a column of the frame or the key of a setting; by default the best run comes first.
         rows: number of rows to print; 0 for all.
         wide: print all columns, even if they do not fit the terminal.
-        csv: file for all rows and columns.
+        csv: file for all rows and columns; with `by`, one row per setting.
         picture: file for the sensitivity curves if the learning rate differs between runs, else the training losses.
         html: file for the page; by default `report.html` in the folder of a sweep, and `compare.html` in the working
             folder for anything else. A page of other runs is never overwritten.
+        by: keys of settings, such as `precision`: one row per setting (`by_setting.py`), in place of the table of runs.
+        tex: file for the table of settings in LaTeX.
 
     Raises:
         ConfigError: a folder contains no runs, the column does not exist, or a file cannot be written.
     """
-    check_arguments(rows, csv, picture, html)
+    check_arguments(rows, csv, picture, html, tex)
     page, note = page_for(folders, html)
     runs = read_runs(folders)
     found = frame_of(runs)
-    show(ranked(found if each else by_seed(found), sort), terminal(wide), rows)
+    settings = settings_of(found, by)
+    if not by:
+        show(ranked(found if each else by_seed(found), sort), terminal(wide), rows)
     print_copies(runs)
     swept = arms(runs)
-    if swept:
+    if swept and not by:
         print_sensitivity(swept)
+    if by:
+        say(markdown_of(settings))
+    if by or (len(settings) > 1 and any(each.runs > 1 for each in settings)):
+        terminal(wide).print(Text(one_line(sentence(settings, runs[0].loss_unit))))
     if csv is not None:
-        in_one_line(ranked(found, sort)).to_csv(csv)
+        in_one_line(by_setting(found, *by) if by else ranked(found, sort)).to_csv(csv)
         say(f"table    {csv}", file=sys.stderr)
+    if tex is not None:
+        tex.write_text(latex(settings), encoding="utf-8")
+        say(f"table    {tex}", file=sys.stderr)
     if picture is not None:
         if swept:
             draw(swept, picture)
@@ -100,15 +116,18 @@ def page_for(folders: Sequence[Path], html: Path | None) -> tuple[Path, str]:
     return free, f" ({usual} is not the page of these runs, so it was kept)"
 
 
-def check_arguments(rows: int, csv: Path | None, picture: Path | None, html: Path | None) -> None:
+def check_arguments(
+    rows: int, csv: Path | None, picture: Path | None, html: Path | None, tex: Path | None = None
+) -> None:
     """Validates the arguments before any run is read; raises ConfigError."""
     if rows < 0:
         raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")
     if picture is not None:
         check_name(picture)
-    if csv is not None and csv.suffix in RECORDS and csv.exists():
-        raise ConfigError(f"--csv {csv}: this file exists and is no table: name another, such as runs.csv")
-    for file in (csv, html):
+    for name, file in (("csv", csv), ("tex", tex)):
+        if file is not None and file.suffix in RECORDS and file.exists():
+            raise ConfigError(f"--{name} {file}: this file exists and is no table: name another, such as runs.{name}")
+    for file in (csv, html, tex):
         if file is not None and not file.name:
             raise ConfigError(f"{file} is a folder: name a file in it")
         if file is not None and not file.parent.is_dir():

@@ -55,10 +55,14 @@ class Arm:
     grid: tuple[float, ...] = ()
     missing: list[str] = field(default_factory=list)
 
-    def sensitivities(self) -> list[float]:
+    def by_seed(self) -> dict[str, float]:
         """Returns the sensitivity of each seed whose grid is complete, in nats."""
-        whole = [curve for curve in self.curves.values() if len(curve) == len(self.grid)]
-        return [sensitivity([point.loss for point in curve]) for curve in whole]
+        whole = {seed: curve for seed, curve in self.curves.items() if len(curve) == len(self.grid)}
+        return {seed: sensitivity([point.loss for point in curve]) for seed, curve in whole.items()}
+
+    def sensitivities(self) -> list[float]:
+        """Returns the sensitivities of the seeds."""
+        return [*self.by_seed().values()]
 
     def at(self, rate: float) -> list[Point]:
         """Returns the points at one learning rate, one per seed."""

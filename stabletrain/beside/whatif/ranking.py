@@ -17,10 +17,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from stabletrain.beside.comparison.intervals import Interval
 from stabletrain.beside.whatif.arms import NOTHING
 from stabletrain.beside.whatif.outcome import Outcome
-from stabletrain.beside.whatif.statistics import Interval, interval, paired
 from stabletrain.beside.whatif.statistics import differences as differences
+from stabletrain.beside.whatif.statistics import interval, paired
 
 HELD, NOT_HELD, BROKE = range(3)
 """The tiers."""

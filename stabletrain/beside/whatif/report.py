@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stabletrain.beside.comparison.intervals import Interval
 from stabletrain.beside.whatif.arms import Arm
 from stabletrain.beside.whatif.base import BaseRun
 from stabletrain.beside.whatif.outcome import Outcome
 from stabletrain.beside.whatif.ranking import HELD, RankedArm, Ranking
-from stabletrain.beside.whatif.statistics import Interval
 from stabletrain.beside.whatif.trouble import Trouble
 from stabletrain.printable import one_line
 from stabletrain.program import program_in

@@ -8,9 +8,10 @@ neighbours, and the interval is Student's t over the block means ("batch means";
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
+
+from stabletrain.beside.comparison.intervals import Interval, student
 
 MAX_BLOCKS = 10
 """Number of blocks, if there are enough values."""
@@ -18,49 +19,10 @@ MAX_BLOCKS = 10
 MIN_BLOCKS = 4
 """Smallest number of blocks, and of values in a block, with which an interval is given."""
 
-STUDENT = {3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060, 9: 2.2622}
-"""The 97.5 % quantile of Student's t by degrees of freedom: the number of blocks less one."""
-
-
-class Interval(NamedTuple):
-    """A mean and its interval.
-
-    Attributes:
-        mean: of the values; NaN if there are none.
-        low, high: the 95 % interval; infinite if there are too few values for one.
-        count: number of values.
-    """
-
-    mean: float
-    low: float
-    high: float
-    count: int
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether 0 lies outside of the interval."""
-        return self.low > 0 or self.high < 0
-
 
 def block_means(values: Sequence[float] | np.ndarray, blocks: int) -> np.ndarray:
     """Returns the means of `blocks` stretches of neighbours, `[blocks]`; their lengths differ by at most 1."""
     return np.array([part.mean() for part in np.array_split(np.asarray(values, np.float64), blocks)])
-
-
-def student(degrees: int) -> float:
-    """Returns the 97.5 % quantile of Student's t for 3 degrees of freedom or more.
-
-    Above the table by its expansion around the normal quantile (Abramowitz and Stegun, 26.7.5), right to four digits.
-    """
-    if degrees in STUDENT:
-        return STUDENT[degrees]
-    x = 1.959963984540054
-    terms = (
-        (x**3 + x) / 4,
-        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
-        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
-    )
-    return x + sum(term / degrees**power for power, term in enumerate(terms, 1))
 
 
 def interval(*seeds: Sequence[float] | np.ndarray) -> Interval:

@@ -34,7 +34,7 @@ def test_seeds_share_a_row_unless_each_run_is_requested(sweep, capsys):
     assert any(line.startswith("1, 4") for line in capsys.readouterr().out.splitlines())
     compare([sweep], each=True)
     out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines() if "qknorm" in line] == ["1", "4"]
+    assert [line.split()[0] for line in out.splitlines() if "  qknorm" in line] == ["1", "4"]
 
 
 def test_csv_contains_every_run_and_column(sweep, tmp_path, capsys):
@@ -172,7 +172,7 @@ def test_where_the_names_of_runs_clash_their_folders_are_shown(sweep, tmp_path, 
     write(tmp_path / "other" / "1", ["stability=palm"], loss=0.5)
     compare([sweep, tmp_path / "other"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "palm" in line] == ["other/1"]
+    assert [line.split()[0] for line in lines if "  palm" in line] == ["other/1"]
     assert any(line.startswith("sweep/1 +1 ") for line in lines)
     assert not any("sweep" in line.split() for line in lines), "the column would say the same"
 

@@ -44,7 +44,7 @@ def test_what_finished_comes_first_by_loss_then_what_is_not_over_then_diverged_t
 
 def test_seeds_are_one_row_and_the_best_is_marked(sweep, capsys):
     out = printed(capsys, sweep)
-    (line,) = [line for line in out.splitlines() if "qknorm" in line]
+    (line,) = [line for line in out.splitlines() if "  qknorm" in line]
     assert line.startswith("1, 4")
     assert "1.5000 *" in line, "the mean of 1.25 and 1.75; 1.0 was halted, 1.1 is not over"
     assert "1.2500-1.7500" in line

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from stabletrain.beside.whatif.statistics import MAX_BLOCKS, STUDENT, Interval, block_means, interval, paired, student
+from stabletrain.beside.comparison.intervals import STUDENT, Interval, student
+from stabletrain.beside.whatif.statistics import MAX_BLOCKS, block_means, interval, paired
 
 
 def test_block_means_are_means_of_neighbours():

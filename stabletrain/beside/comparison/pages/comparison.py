@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stabletrain.beside.comparison import sensitivity
+from stabletrain.beside.comparison.by_setting import settings_of
 from stabletrain.beside.comparison.pages import charts
 from stabletrain.beside.comparison.pages.charts import rounded
 from stabletrain.beside.comparison.pages.headline import FEW, Row, headline, is_number, name_of, throughput
@@ -168,6 +169,7 @@ def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path, folders: Seq
 def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str) -> str:
     """Returns the HTML of the page; see `write_page` and `hash_of_folders`."""
     table = [{key: plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
+    settings_compared = settings_of(frame) if len(frame) > 1 else []
     order = sorted(range(len(runs)), key=lambda i: rank(table[i]))
     runs, table = [runs[i] for i in order], [table[i] for i in order]
     keys = distinguishing_keys(runs, but=())
@@ -201,7 +203,7 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
         data=data,
         inputs=inputs,
         title=title(runs),
-        headline=headline(runs, table, arms, keys),
+        headline=headline(runs, table, arms, keys, settings_compared),
         common={**same, **shared_settings(runs)},
         dependent=[key for key in varying_keys(runs) if key not in keys],
         swept=bool(swept),
@@ -264,6 +266,7 @@ def arm_values(arm: sensitivity.Arm) -> dict[str, Any]:
             if point.diverged
         ],
         "sensitivity": statistics.fmean(scores) if scores else None,
+        "by_seed": arm.by_seed(),
         "index": index,
     }
 

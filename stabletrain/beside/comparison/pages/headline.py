@@ -5,6 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from stabletrain.beside.comparison.by_setting import Setting, sentence
+from stabletrain.beside.comparison.intervals import of_independent
 from stabletrain.beside.comparison.reading.run import Run
 from stabletrain.beside.comparison.reading.settings import setting_text, value_of
 
@@ -19,7 +21,11 @@ FEW = 5
 
 
 def headline(
-    runs: Sequence[Run], rows: Sequence[Row], arms: Sequence[Mapping[str, Any]], keys: Sequence[str]
+    runs: Sequence[Run],
+    rows: Sequence[Row],
+    arms: Sequence[Mapping[str, Any]],
+    keys: Sequence[str],
+    settings: Sequence[Setting] = (),
 ) -> list[str]:
     """Returns the sentences, the most important one first.
 
@@ -27,8 +33,11 @@ def headline(
         rows: the rows of `runs`, in the same order.
         arms: learning-rate sensitivity, as returned by `comparison.arm_values`.
         keys: the settings that tell the runs apart.
+        settings: compared over the seeds. If one has several runs, the best setting is named, and not the best run.
     """
-    sentences = [best(runs, rows, keys), over_seeds(runs, rows, keys), status_counts(rows), copies(runs)]
+    several = any(each.runs > 1 for each in settings) and len(settings) > 1
+    first = sentence(settings, runs[0].loss_unit) if several else ""
+    sentences = [first or best(runs, rows, keys), status_counts(rows), copies(runs)]
     sentences += [diverged(runs, rows, keys), incidents(runs)]
     return [sentence for sentence in (*sentences, sensitivities(arms), fastest(rows)) if sentence]
 
@@ -54,27 +63,6 @@ def best(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
     if len(runs) == 1:
         return f"{loss[0].upper()}{loss[1:]} after {rows[first].get('steps') or 0:,} steps."
     return f"Best: {name_of(runs[first], keys)}, {loss}."
-
-
-def over_seeds(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
-    """Names the settings with the lowest mean loss over seeds, if at least two settings have several seeds."""
-    keys = [key for key in keys if key != "seed"]
-    if len(keys) > FEW:
-        return ""
-    groups: dict[str, list[Row]] = defaultdict(list)
-    for run, row in zip(runs, rows, strict=True):
-        groups[name_of(run, keys)].append(row)
-    several = {
-        name: [row["val_loss"] for row in group]
-        for name, group in groups.items()
-        if len(group) > 1 and all(row.get("status") == "finished" and is_number(row.get("val_loss")) for row in group)
-    }
-    if len(several) < 2:
-        return ""
-    name, losses = min(several.items(), key=lambda each: math.fsum(each[1]) / len(each[1]))
-    mean = math.fsum(losses) / len(losses)
-    span = f"from {min(losses):.4g} to {max(losses):.4g}"
-    return f"Best mean over {len(losses)} seeds: {name}, {mean:.4g}{runs[0].loss_unit}, {span}."
 
 
 def status_counts(rows: Sequence[Row]) -> str:
@@ -128,6 +116,13 @@ def sensitivities(arms: Sequence[Mapping[str, Any]]) -> str:
     least, most = (pick(known, key=lambda arm: arm["sensitivity"]) for pick in (min, max))
     if least is most:
         return first
+    lower, higher = least.get("by_seed", {}), most.get("by_seed", {})
+    gap = of_independent([higher[seed] - lower[seed] for seed in lower if seed in higher])
+    if gap.count > 1 and not gap.excludes_zero:
+        return (
+            f"{first} Sensitivities to the learning rate are not told apart: from {least['sensitivity']:.3f} to "
+            f"{most['sensitivity']:.3f} nats; paired by seed, {gap.low:+.2g} to {gap.high:+.2g}."
+        )
     # Low sensitivity alone is no recommendation: a setting may be equally bad at every rate.
     better = next((arm["name"] for arm in known if is_always_lower(arm, least)), None)
     worse = f", but {better} is better at every rate" if better else ""

@@ -3,6 +3,7 @@
 import pytest
 
 from stabletrain.beside.comparison import frame_of
+from stabletrain.beside.comparison.by_setting import settings_of
 from stabletrain.beside.comparison.pages.headline import (
     best,
     diverged,
@@ -51,14 +52,29 @@ def test_a_sentence_says_that_no_run_has_finished(runs):
     assert best([], [], []) == "There are no runs."
 
 
-def test_the_best_settings_over_seeds_have_the_lowest_mean_loss(tmp_path):
+def test_with_several_seeds_the_best_setting_is_named_and_not_the_best_run(tmp_path):
     for place, (arm, seed, level) in enumerate([("a", 0, 1.0), ("a", 1, 3.0), ("b", 0, 1.4), ("b", 1, 1.6)]):
         made(tmp_path / "s" / str(place), f"stability={arm}", f"seed={seed}", level=level)
     runs = read_runs([tmp_path / "s"])
-    rows = frame_of(runs).to_dict("records")
-    sentences = headline(runs, rows, [], distinguishing_keys(runs, but=()))
-    assert sentences[0].startswith("Best: stability=a seed=0, validation loss 1.025")
-    assert sentences[1] == "Best mean over 2 seeds: stability=b, 1.525 nats, from 1.425 to 1.625."
+    found = frame_of(runs)
+    sentences = headline(runs, found.to_dict("records"), [], distinguishing_keys(runs, but=()), settings_of(found))
+    assert sentences[0] == (
+        "Best setting: stability=b, 1.525 ± 0.14 nats (2 runs). Not told apart from it: stability=a, +0.5 (-11 to +12)."
+    )
+    assert not any("seed=" in each for each in sentences)
+
+
+def test_sensitivities_that_seeds_do_not_tell_apart_are_not_ranked():
+    arms = [
+        {"name": "a", "sensitivity": 0.224, "loss": [2.0, 3.0], "by_seed": {"0": 0.20, "1": 0.224, "2": 0.248}},
+        {"name": "b", "sensitivity": 0.228, "loss": [2.5, 2.75], "by_seed": {"0": 0.29, "1": 0.228, "2": 0.166}},
+    ]
+    assert (
+        "Sensitivities to the learning rate are not told apart: from 0.224 to 0.228 nats; paired by seed, -0.21 to "
+        in (sensitivities(arms))
+    )
+    arms[1]["by_seed"] = {"0": 0.30, "1": 0.325, "2": 0.348}
+    assert "Least sensitive to the learning rate: a" in sensitivities(arms)
 
 
 def test_a_run_is_named_by_the_settings_that_differ_or_by_its_folder_if_too_many_do(runs, tmp_path):
