@@ -2,20 +2,25 @@
 
 The loop computes gradients as it likes. `LoopRecorder` records the model's forward calls, with the buffers and random
 generators that a held step must restore. At `optimizer.step()` the gradients are judged; the optimizer's step runs
-only if the update is applied. If the gradients are finite and the loss is not, this is seen only if the model returns
-the loss, if it passes through a `GradScaler`, or if the module that computes it is known (`criterion`).
+only if the update is applied.
 
-To explain a held step, the recorded forward calls run again. An adapter that knows how the loop computes its loss
-records that instead (`record`). Otherwise, if the model does not return its loss, only the forward pass can run again.
-If the fault is in the loop's loss or in the backward pass, the step is still skipped, but the faulty operation cannot
-be named.
+The loss of a step is the sum of what the loop's backward calls differentiated (`backward_calls.py`). A backward call
+belongs to the step if it changed a gradient of the optimizer, and if the loop has not dropped the gradients since: the
+loss of a GAN's generator runs through the discriminator too, but does not count there. A loop that computes gradients
+in other ways, as by `torch.autograd.grad`, has a loss only if it passes through a `GradScaler` or a known `criterion`.
+
+To explain a held step, the recorded forward calls run again. If the loss comes from the model's outputs alone
+(`loss_graph.py`), that is the whole step. If an adapter knows how the loop computes its loss, it records that instead
+(`record`). Otherwise only the forward pass can run again; then the next steps are traced while they run
+(`live_trace.py`), so that a fault in the loop's loss or in the backward pass is named when it comes again.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +29,17 @@ from torch.optim import Optimizer
 
 from stabletrain.guard.checks.written import needs_closure
 from stabletrain.guard.evaluations import Evaluations
+from stabletrain.guard.backward_calls import listen
 from stabletrain.guard.gradients import unwrapped
+from stabletrain.guard.live_trace import LiveTrace
+from stabletrain.guard.loop_hooks import WeakHook
+from stabletrain.guard.loss_graph import Compute, ForwardCall, from_outputs, mark, tensors_in, total
 from stabletrain.guard.micro_batch import MicroBatch, named_tensors, versions
 from stabletrain.guard.rerun import BegunStep
+from stabletrain.parallel.loop import innermost
 from stabletrain.records import GradNorms
 
-FORWARD_ONLY = "the loop's own loss is not known: only the model's forward pass was run again (use guard.step)"
+FORWARD_ONLY = "the loop computes its loss itself: only the model's forward pass was run again (use guard.step)"
 
 NO_FORWARD_SEEN = (
     "no forward call of the model was seen: the loop calls parts of it, or trains in eval mode (use guard.step)"
@@ -38,21 +48,8 @@ NO_FORWARD_SEEN = (
 MAX_CALLS = 256
 """Maximum number of forward calls that are recorded in a step: a loop that never steps must not keep every batch."""
 
-
-class WeakHook:
-    """A hook of a module that does not keep its target alive, and does nothing in a copy of the module."""
-
-    def __init__(self, target: Callable[..., Any] | None = None) -> None:
-        self._target = None if target is None else WeakMethod(target)
-
-    def __call__(self, *args: Any) -> None:
-        """Calls the target, if it is still there."""
-        target = None if self._target is None else self._target()
-        if target is not None:
-            target(*args)
-
-    def __reduce__(self) -> tuple:
-        return WeakHook, ()  # for `copy.deepcopy` and `torch.save`
+MAX_HOOKS = 8
+"""Maximum number of tensors of an output that show whether a backward pass runs through the call."""
 
 
 class LoopRecorder:
@@ -66,9 +63,8 @@ class LoopRecorder:
 
     Attributes:
         begun: the state before the step, with the forward calls so far; None before the first.
-        forward_only: whether the loop's loss cannot be computed again.
         recorded: whether the loop calls `record` for its micro-batches, so that forward calls are not recorded.
-        watching: whether forward calls are recorded; off while they are run again.
+        live: traces steps while they run.
         unclipped: norms of the gradients from before the loop clipped them; None if unknown.
         run_own_step: the optimizer's own step.
     """
@@ -83,18 +79,24 @@ class LoopRecorder:
         decide: Callable[[Tensor | None], bool],
         update: Callable[[], AbstractContextManager],
     ) -> None:
-        self._model, self._optimizer, self._begin, self._decide = model, optimizer, begin, decide
+        self._optimizer, self._begin, self._decide = optimizer, begin, decide
         self._update = update
         self.begun: BegunStep | None = None
-        self.forward_only, self.watching, self.recorded, self._judged = False, True, False, False
-        self._backward_ran, self._before = False, begin()
-        self._seen_losses: list[Tensor] = []
+        self.recorded, self._judged, self._call = False, False, None
+        self._sees_losses = False  # whether the loop has ever called `backward`
+        self._before = begin()
+        self._forget_step()
+        self._dropped, self._runs_through = False, False
+        self.live = LiveTrace(innermost(model))
         self.unclipped: GradNorms | None = None
         self.run_own_step: Callable[[], Any] = optimizer.step
         self._undo = [
             model.register_forward_pre_hook(WeakHook(self._before_forward), with_kwargs=True).remove,
             model.register_forward_hook(WeakHook(self._after_forward)).remove,
             replace_method(optimizer, "step", self._stepping),
+            replace_method(optimizer, "zero_grad", self._dropping),
+            listen(self),
+            self.live.disarm,
         ]
         if scaler is not None:
             self._undo.append(replace_method(scaler, "step", self._scaled_stepping))
@@ -111,8 +113,9 @@ class LoopRecorder:
         """Begins a micro-batch that the loop will `record`."""
         if first or self.begun is None:
             self.begun = self._begin()
+            self._forget_step()
         self.begun.versions += versions(batch)
-        self.recorded, self.forward_only = True, False
+        self.recorded = True
 
     def record(self, micro_batch: MicroBatch, loss: Tensor) -> None:
         """Records how the loop computes the loss of one micro-batch, and this loss; forward calls are dropped."""
@@ -121,19 +124,30 @@ class LoopRecorder:
         if not self.recorded:
             self.begun.micro_batches.clear()
             self.begun.losses.clear()
-            self.recorded, self.forward_only = True, False
+            self.recorded = True
         self.begun.micro_batches.append(micro_batch)
         self.begun.losses.append(loss.detach())
 
-    def take(self) -> BegunStep:
-        """Returns the recorded step and starts a new one; without forward calls, the state after the last step."""
-        begun, self.begun, self.recorded, self._backward_ran = self.begun, None, False, False
-        self._seen_losses = []
-        return begun or self._before
+    def take(self) -> tuple[BegunStep, Tensor, bool]:
+        """Returns the recorded step, its loss, and whether the loss is known; and starts a new one.
 
-    def seen_loss(self) -> Tensor:
-        """Returns NaN if a seen loss is not finite, else 0, because a seen loss may be only a part of the whole."""
-        return sum(self._seen_losses, torch.zeros(())) * 0.0
+        Without forward calls, the step is the state after the last one. If only parts of the loss were seen, it is 0,
+        or NaN if one of them is not finite.
+        """
+        begun, trace = self.begun or self._before, self.live.end_step()
+        begun.trace = None if self.recorded else trace
+        known = self.recorded and bool(begun.losses)
+        if not known and self._loss is not None and not self._unknown and not self._dropped:
+            known = self._sees_losses = True
+            begun.losses = [self._loss * 0.0 if self._partial else self._loss]
+        if not known:
+            begun.losses = [sum((each * 0.0 for each in self._seen_losses), sum(begun.losses, torch.zeros(())))]
+        if self._outside:
+            for call in calls_of(begun):
+                call.loss = None
+        self.begun, self.recorded = None, False
+        self._forget_step()
+        return begun, begun.loss, known
 
     def end_step(self) -> None:
         """Records the state after a step, for a loop whose forward calls are not seen."""
@@ -143,7 +157,7 @@ class LoopRecorder:
         """Returns why the loop's own loss cannot be computed again; empty if it can."""
         if not begun.micro_batches:
             return NO_FORWARD_SEEN
-        return FORWARD_ONLY if self.forward_only else ""
+        return FORWARD_ONLY if any(call.loss is None for call in calls_of(begun)) else ""
 
     def norms_before_clipping(self, norms: GradNorms) -> GradNorms:
         """Returns the norms from before the loop clipped, if they are known and clipping damaged nothing."""
@@ -153,33 +167,118 @@ class LoopRecorder:
         damaged = torch.isfinite(before.total) & ~torch.isfinite(norms.total)
         return GradNorms(torch.where(damaged, norms.total, before.total), torch.where(damaged, norms.each, before.each))
 
+    # ---- forward calls
+
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        if not (self.watching and module.training and torch.is_grad_enabled()):
+        self._call = None
+        if not (module.training and torch.is_grad_enabled()):
             return
         if self.begun is None or (self._backward_ran and self._gradients_are_gone()):
-            self.begun, self.recorded, self._backward_ran, self._seen_losses = self._begin(), False, False, []
+            self.live.end()
+            self.begun, self.recorded = self._begin(), False
+            self._forget_step()
         if not self.recorded and len(self.begun.micro_batches) < MAX_CALLS:
-            call = MicroBatch(lambda given: loss_in(self._model(*given["args"], **given["kwargs"]))[0],
-                        {"args": args, "kwargs": dict(kwargs)})  # fmt: skip
+            self._call = ForwardCall(module)
+            call = MicroBatch(self._call, {"args": args, "kwargs": dict(kwargs)})
             self.begun.micro_batches.append(call)
             self.begun.versions += versions(call.batch)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (self.watching and module.training and torch.is_grad_enabled()):
+        call, self._call = self._call, None
+        if call is None or self.begun is None:
             return
-        if not self.recorded and self.begun is not None:
-            if len(self.begun.losses) >= MAX_CALLS:
-                return
-            for tensor in [tensor for _, tensor in named_tensors(output) if tensor.requires_grad][:1]:
-                tensor.register_hook(self._note_backward)
+        tensors = tensors_in(output)
+        for tensor in [tensor for tensor in tensors if tensor.requires_grad][:MAX_HOOKS]:
+            tensor.register_hook(self._note_backward)
+        mark(tensors, call, self)
+        if not self._sees_losses:  # an unknown loss counts as 0, or as NaN if the model's output is not finite
             with torch.no_grad():
-                loss, known = loss_in(output)
-            self.forward_only = not known
-            # An unknown loss counts as 0, or as NaN if the model's output is not finite.
-            self.begun.losses.append(loss.detach() if known else loss.detach() * 0.0)
+                self.begun.losses.append(total(tensors) * 0.0)
+
+    # ---- losses
+
+    def _forget_step(self) -> None:
+        """Forgets the losses of a step that is over."""
+        self._forget_backward_calls()
+        self._seen_losses: list[Tensor] = []
+        self._scaled: list[tuple[ref[Tensor], Tensor]] = []  # what the scaler returned, and what it was given
+
+    def _forget_backward_calls(self) -> None:
+        """Forgets the backward calls so far."""
+        self._loss: Tensor | None = None  # sum of what they differentiated
+        self._unknown = False  # whether one differentiated what is no tensor
+        self._partial = False  # whether the sum says only whether all of it is finite
+        self._outside = False  # whether the recorded calls do not compute all of it
+        self._backward_ran, self._calls_before = False, 0  # number of calls before the end of the last one
+        self._left: tuple[Tensor, ref[Tensor], int] | None = None  # a parameter, its gradient, and the version left
+
+    @contextlib.contextmanager
+    def backward_call(self, roots: tuple[Any, ...], factors: tuple[Tensor | None, ...]) -> Generator[None]:
+        """See `Listener`: adds what the call differentiates to the loss, if it changes the optimizer's gradients."""
+        if WeakHook.paused:
+            yield
+            return
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        before = [(parameter.grad, version(parameter.grad)) for parameter in parameters]
+        gone = self._gradients_are_gone()
+        written = not gone and self._gradients_were_written()
+        loss, parts = self._differentiated(roots, factors)  # afterwards the graph has been freed
+        self._runs_through = False
+        yield
+        self._backward_ran |= self._runs_through
+        pairs = zip(parameters, before, strict=True)
+        changed = next((p for p, (grad, was) in pairs if p.grad is not grad or version(p.grad) != was), None)
+        # Several calls of a sharded model may be summed up before its gradients change.
+        if changed is None and not (self._runs_through and any(hasattr(each, "to_local") for each in parameters)):
+            return
+        if gone:
+            self._drop()
+        self._dropped, self._backward_ran = False, True
+        self._loss = loss if self._loss is None or loss is None else self._loss + loss.to(self._loss.device)
+        self._unknown |= loss is None
+        self._partial |= written or any(isinstance(root, Tensor) and root.numel() != 1 for root in roots)
+        calls = [] if self.begun is None else calls_of(self.begun)
+        for call, compute in parts or ():
+            self._outside |= call not in calls or call.loss is not None
+            call.loss = compute
+        self._outside |= parts is None
+        self._calls_before = len(calls)
+        if changed is not None and changed.grad is not None:
+            self._left = changed, ref(changed.grad), version(changed.grad)
+
+    def _drop(self) -> None:
+        """Forgets the backward calls whose gradients the loop has dropped, with the forward calls before them."""
+        first = self._calls_before
+        self._forget_backward_calls()
+        if self.begun is not None and first:
+            del self.begun.micro_batches[:first]
+            self._outside = True  # the generators and buffers are those from before the calls that are forgotten
+
+    def _differentiated(
+        self, roots: tuple[Any, ...], factors: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, list[tuple[ForwardCall, Compute]] | None]:
+        """Returns the loss that a backward call differentiates, and how the recorded calls compute it.
+
+        The loss is unscaled; None if it is no tensor. If a root holds several values, the loss says only whether they
+        are finite. The second result is None if the loss does not come from the recorded calls alone.
+        """
+        losses, parts = [], []
+        for root, factor in zip(roots, factors, strict=True):
+            if not isinstance(root, Tensor) or hasattr(root, "to_local") or root.is_complex():
+                return None, None
+            given = next((given for returned, given in self._scaled if returned() is root), None)
+            loss = root.detach() if given is None else given
+            edge = (root.grad_fn, root.output_nr) if given is None or root.grad_fn is None else scaled_edge(root)
+            found = None if edge[0] is None or factor is not None else from_outputs(*edge, self)
+            losses.append(loss.reshape(()) if loss.numel() == 1 else (loss * 0.0).sum())
+            if factor is not None and loss.numel() == 1:
+                losses[-1] = losses[-1] * factor.detach().reshape(())
+            parts = None if parts is None or found is None else [*parts, *found]
+        # A copy: the loop may write into its loss afterwards.
+        return sum(losses[1:], losses[0].clone()), parts
 
     def _after_criterion(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.watching and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._note_loss(output)
 
     def _note_loss(self, losses: Any) -> None:
@@ -190,16 +289,31 @@ class LoopRecorder:
         self._seen_losses += [tensor.detach().reshape(()) for tensor in scalars]
 
     def _note_backward(self, gradient: Tensor) -> None:
-        """Notes that a backward pass has begun."""
-        self._backward_ran = True
+        """Notes that the present backward call runs through a recorded call."""
+        self._runs_through = True
+
+    # ---- gradients that the loop drops
+
+    def _dropping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the optimizer's new `zero_grad`."""
+
+        def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._dropped = True
+            return inner(*args, **kwargs)
+
+        return zero_grad
 
     def _gradients_are_gone(self) -> bool:
-        """Whether the loop has dropped the recorded calls' gradients without a step, as with a GradScaler."""
-        begun = self.begun
-        if begun is None or not begun.micro_batches:
-            return False
+        """Whether the loop has dropped the gradients of the last backward call: a GAN's, or with a GradScaler."""
         groups = self._optimizer.param_groups
-        return all(parameter.grad is None for group in groups for parameter in group["params"])
+        return self._dropped or all(parameter.grad is None for group in groups for parameter in group["params"])
+
+    def _gradients_were_written(self) -> bool:
+        """Whether the loop has written to the gradients since the last backward call: perhaps it has dropped them."""
+        if self._left is None:
+            return False
+        parameter, left, was = self._left
+        return parameter.grad is not left() or version(parameter.grad) != was
 
     def _stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the optimizer's new step."""
@@ -234,9 +348,13 @@ class LoopRecorder:
         """Returns the scaler's new `scale`, which is given the loop's loss."""
 
         def scale(scaler: GradScaler, outputs: Any) -> Any:
-            if self.watching:
+            returned = inner(outputs)
+            if not WeakHook.paused:
                 self._note_loss(outputs)
-            return inner(outputs)
+                pairs = zip(named_tensors(returned), named_tensors(outputs), strict=True)
+                scaled = [(ref(new), old.detach()) for (_, new), (_, old) in pairs if new.requires_grad]
+                self._scaled = [*self._scaled, *scaled][-MAX_CALLS:]
+            return returned
 
         return scale
 
@@ -279,20 +397,16 @@ def replace_method(
     return undo
 
 
-def loss_in(output: Any) -> tuple[Tensor, bool]:
-    """Returns the loss that a model's output holds and True; else the sum of its values and False.
+def calls_of(begun: BegunStep) -> list[ForwardCall]:
+    """Returns the recorded forward calls of a step; none if the loop records its micro-batches itself."""
+    return [each.closure for each in begun.micro_batches if isinstance(each.closure, ForwardCall)]
 
-    The sum is not finite if a value is not, so that at least the forward pass can be examined.
-    """
-    inside = getattr(output, "loss", None)
-    if isinstance(output, Mapping) and "loss" in output:
-        inside = output["loss"]
-    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0:
-        inside = output[0]
-    if isinstance(output, Tensor) and output.ndim == 0:
-        inside = output
-    if isinstance(inside, Tensor) and inside.numel() == 1:
-        return inside.reshape(()), True
-    values = [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
-    sums = [value.sum(dtype=torch.float32) if value.itemsize < 4 else value.sum() for value in values]
-    return sum(sums, torch.zeros(())), False
+
+def scaled_edge(root: Tensor) -> tuple[Any, int]:
+    """Returns where the loss that a scaler multiplied is in the autograd graph."""
+    return root.grad_fn.next_functions[0]  # ty: ignore[missing-union-attribute]
+
+
+def version(gradient: Tensor | None) -> int:
+    """Returns how often a gradient, or this rank's shard of it, was written to."""
+    return 0 if gradient is None else getattr(gradient, "_local_tensor", gradient)._version

@@ -5,18 +5,21 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
+from stabletrain.forensics.rerun import is_compiled
 from stabletrain.guard.attach import LoopRecorder
 from stabletrain.guard.gradients import gradients, measure
+from stabletrain.guard.live_trace import TRACED_STEPS
 from stabletrain.guard.loop_guard import LoopGuard
+from stabletrain.guard.loop_hooks import paused
 from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.rerun import BegunStep
+from stabletrain.guard.subject import compiled_frames
 from stabletrain.records import Reading
 from stabletrain.stability.precision.loop import LoopScaled
 
@@ -97,6 +100,7 @@ class AttachedGuard(LoopGuard):
         loop = self._loop
         assert isinstance(loop, AttachedLoop)
         loop.judge.precision = LoopScaled(loop.device, loop.optimizer, scaler)
+        self._traces = True  # whether steps are traced after a fault that could not be named
         self._pending: tuple[BegunStep, Reading] | None = None
         self._recorder = loop.recorder = LoopRecorder(
             loop.outer, loop.optimizer, scaler, criterion, loop.begin, self._decide, self._loops_update
@@ -159,15 +163,13 @@ class AttachedGuard(LoopGuard):
         if loop.trained.find():
             loop.state_replaced()
         found = gradients(loop.parameters)
-        recorded, seen, begun = recorder.recorded, recorder.seen_loss(), recorder.take()
+        recorded = recorder.recorded
+        begun, taken, known = recorder.take()
         if not found and not loop.policy.update_check.why(loop.optimizer):
             return True  # nothing is updated
-        # The loss that counts: recorded by an adapter, or returned by the model; 0 if unknown, so that the gradients
-        # alone are judged. NaN in a loss that was only seen is added.
-        if loss is None or (recorded and begun.losses):
-            loss = begun.loss if begun.losses else torch.zeros((), device=loop.device)
-        if not recorded:
-            loss = loss + seen.to(loss.device)
+        # The loss that counts: recorded by an adapter, or what the loop differentiated; 0 if unknown, so that the
+        # gradients alone are judged.
+        loss = (taken if known or loss is None else loss).to(loop.device)
         unclipped, changed = recorder.norms_before_clipping, loop.state_changed(begun)
         reading = loop.judge(loop.steps + 1, loss.detach(), loop.parameters, unclipped=unclipped, changed=changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
@@ -190,17 +192,41 @@ class AttachedGuard(LoopGuard):
             yield
             return
         loop, (begun, reading) = self._loop, pending
-        kept = loop.copies()
+        lengths = loop.policy.lengths
+        before, kept = lengths.before(loop.model), loop.copies()
         with begun.given_up_on_error(), loop.forecast.measuring(), loop.update(kept):
             yield
-        self._end(begun, reading if loop.keep_or_undo(kept) else loop.undone(begun, reading))
+        if loop.keep_or_undo(kept):
+            loop.states.lengths = [*lengths.after(before, loop.parallel.all_reduce_sum).values()]
+        else:
+            reading = loop.undone(begun, reading)
+        self._end(begun, reading)
 
     def _end(self, begun: BegunStep, reading: Reading) -> None:
         """Follows the verdict on the step, after its update was applied or held."""
-        self._recorder.watching = False  # forward calls of a rerun are not the loop's
-        try:
-            self._follow(begun, reading)
-        finally:
-            self._end_step()
-            self._recorder.watching = True
-            self._recorder.end_step()
+        recorder, self._incidents.newest = self._recorder, None
+        with paused():  # forward calls of a rerun are not the loop's
+            try:
+                self._follow(begun, reading)
+            finally:
+                self._end_step()
+                recorder.end_step()
+        if reading.applied or self._loop.policy.kind != "nonfinite":
+            return
+        newest = self._incidents.newest
+        unnamed = newest is not None and newest.cause == "unknown" and bool(recorder.gap(begun))
+        if begun.trace is not None:  # a fault has come again; if the trace does not show it, another one will not
+            recorder.live.disarm()
+            self._traces = not unnamed
+        elif unnamed and self._traces and self._can_be_traced():
+            recorder.live.arm()
+            self._tracker.note(
+                f"the next {TRACED_STEPS} steps are traced while they run, which is slow, so that the operation is "
+                "named if this comes again"
+            )
+
+    def _can_be_traced(self) -> bool:
+        """Returns whether the loop's own steps can be traced: in one process, and not compiled."""
+        loop = self._loop
+        compiled = compiled_frames() > loop.frames or any(map(is_compiled, loop.outer.modules()))
+        return not compiled and not loop.parallel.ranks.distributed

@@ -36,6 +36,7 @@ class Incidents:
 
     Attributes:
         handler: investigates, and holds the incidents found.
+        newest: the result of the last investigation; None if it found nothing, or the budget is spent.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Incidents:
     ) -> None:
         own = IncidentHandler(max_incidents, max_seconds) if max_incidents else NoIncidentHandler()
         self.handler, self.keep_state = for_all_ranks(own, ranks), keep_state
+        self.newest: IncidentSummary | None = None
         self._folder, self._ranks, self._tracker = folder, ranks, tracker
         self._left = MAX_ERRORS if max_incidents else 0  # errors that may still be explained
 
@@ -58,7 +60,9 @@ class Incidents:
     ) -> IncidentSummary | None:
         """Investigates a step; see `IncidentHandler.handle`."""
         self.handler.open(self._folder, setting, shared=True)
-        return self.handler.handle(request, lambda: subject, WholeState(subject.rerun.model, subject.older))
+        self.newest = None
+        self.newest = self.handler.handle(request, lambda: subject, WholeState(subject.rerun.model, subject.older))
+        return self.newest
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:
         """Logs where values were first not finite before a closure raised an error: its batch, or an operation."""

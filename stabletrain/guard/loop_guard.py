@@ -59,6 +59,7 @@ class LoopStep(ReadStep):
             reading, number, loop.steps, loop.state, loop.device, loop.policy, loop.parallel, tracker, incidents.handler
         )
         self.loop, self.begun, self.incidents = loop, begun, incidents
+        self.traced = begun.trace is not None
 
     def investigate(self, kind: str, reading: Reading) -> IncidentSummary | None:
         """See `ReadStep`."""

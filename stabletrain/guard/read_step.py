@@ -32,6 +32,7 @@ class ReadStep(ABC):
         parallel: the ranks that train together.
         tracker: receives events and lines.
         handler: investigates.
+        traced: whether the step itself was traced while it ran.
         left_out: samples without which the step is to be taken again, if the verdict is KEEP.
     """
 
@@ -44,6 +45,7 @@ class ReadStep(ABC):
     parallel: SingleProcess
     tracker: NoTracker
     handler: NoIncidentHandler
+    traced: bool = field(default=False, init=False)
     left_out: Sequence[Sample] = field(default=(), init=False)
 
     @abstractmethod

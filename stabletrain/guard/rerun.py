@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.checkpoint.tree import local_part
 from stabletrain.forensics.rerun import RerunResult, in_true_fp32
+from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.checks.comparing import compare
 from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly
 from stabletrain.guard.checks.repeats import over_ranks
@@ -44,6 +45,7 @@ class BegunStep:
         micro_batches: the closures with their batches, in order.
         losses: of each, 0-d, on the device.
         after_forward: the buffers' values from before an update that was undone; None if none was.
+        trace: of the step itself, if it was traced while it ran; else None.
         autocast: dtype of an autocast that the loop has entered around the guard; None for none.
         versions: the batches' tensors, each with its version from before the closure, which shows whether it changed.
     """
@@ -54,6 +56,7 @@ class BegunStep:
     losses: list[Tensor] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     after_forward: SavedBuffers | None = None
+    trace: Trace | None = None
     autocast: torch.dtype | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -161,8 +161,9 @@ class LoopSubject(Subject):
         return not (changed or compiled or self.gap)
 
     def trace(self, variant: str) -> Trace:
-        """See `Subject`."""
-        tracing = super().trace(variant)
+        """See `Subject`: if the step was traced while it ran, that trace, which has the loop's own loss too."""
+        live = self.rerun.begun.trace
+        tracing = live if live is not None and variant == "same" else super().trace(variant)
         self._nothing_began_here = find_origin(tracing) is None
         return tracing
 

@@ -349,12 +349,11 @@ def test_a_criterion_that_is_a_function_is_refused(tmp_path):
         Guard.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion=F.cross_entropy)
 
 
-def test_a_loss_of_a_function_is_not_seen(tmp_path):
-    """The limit that docs/guard.md names: it is here so that the page is corrected when it falls."""
+def test_a_loss_of_a_function_is_seen(tmp_path):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = Guard.attach(model, optimizer, folder=tmp_path)
     x, y = batches(1)[0]
     ignored(model(x), y).backward()
     optimizer.step()
-    assert guard.last.applied
+    assert not guard.last.applied

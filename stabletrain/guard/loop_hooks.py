@@ -1,0 +1,38 @@
+"""Hooks by which an attached guard watches a loop; they do nothing while a guard itself runs a step again."""
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar
+from weakref import WeakMethod
+
+
+class WeakHook:
+    """A hook of a module that does not keep its target alive, and does nothing in a copy of the module.
+
+    Attributes:
+        paused: whether all hooks do nothing.
+    """
+
+    paused: ClassVar[bool] = False
+
+    def __init__(self, target: Callable[..., Any] | None = None) -> None:
+        self._target = None if target is None else WeakMethod(target)
+
+    def __call__(self, *args: Any) -> None:
+        """Calls the target, if it is still there."""
+        target = None if self._target is None or WeakHook.paused else self._target()
+        if target is not None:
+            target(*args)
+
+    def __reduce__(self) -> tuple:
+        return WeakHook, ()  # for `copy.deepcopy` and `torch.save`
+
+
+@contextlib.contextmanager
+def paused() -> Generator[None]:
+    """A context in which no attached guard watches: what runs here is not the loop's."""
+    WeakHook.paused = True
+    try:
+        yield
+    finally:
+        WeakHook.paused = False

@@ -1,0 +1,166 @@
+"""Finds out whether a model's outputs alone give the loop's loss, and by which arithmetic.
+
+    model(x, y).loss / 4                          the output `loss`, divided by 4
+    ce, aux = model(x, y); ce + 0.01 * aux        two outputs
+    F.cross_entropy(model(x), y)                  no: the loop computes it
+
+`mark` marks the scalars that the model returned in the autograd graph. `from_outputs` goes from the loss down to them.
+Nothing is guessed: if an operation on the way has another input that is not known, the answer is no.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.guard.micro_batch import named_tensors
+
+MAX_NODES = 64
+"""Maximum number of operations between the loss and the model's outputs."""
+
+SAME_SCALAR = {
+    *(
+        "View",
+        "UnsafeView",
+        "Reshape",
+        "ReshapeAlias",
+        "Squeeze",
+        "Unsqueeze",
+        "Select",
+        "Alias",
+        "Clone",
+        "Mean",
+        "Sum",
+    ),
+}
+"""Operations that leave the only value of a tensor as it is."""
+
+Compute = Callable[[Sequence[Tensor]], Tensor]
+"""Computes a scalar from the tensors of a model's output."""
+
+
+@dataclass(eq=False)
+class ForwardCall:
+    """A forward call of a model that can be run again.
+
+    Attributes:
+        model: as the loop calls it.
+        loss: computes the loop's loss, or this call's part of it; None if the loop computes that itself.
+    """
+
+    model: nn.Module
+    loss: Compute | None = None
+
+    def __call__(self, given: Mapping[str, Any]) -> Tensor:
+        """Returns the loss; if that is not known, the sum of all values, which is not finite if one of them is not."""
+        found = tensors_in(self.model(*given["args"], **given["kwargs"]))
+        return total(found) if self.loss is None else self.loss(found)
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Returns the tensors of a model's output, in order: also those that are attributes of an object."""
+    if not isinstance(output, Tensor | Mapping | tuple | list) and hasattr(output, "__dict__"):
+        output = vars(output)
+    return [tensor for _, tensor in named_tensors(output)]
+
+
+def total(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of all floating-point values, in fp32 at least."""
+    values = [tensor for tensor in tensors if tensor.is_floating_point()]
+    sums = [value.sum(dtype=torch.float32) if value.itemsize < 4 else value.sum() for value in values]
+    return sum(sums, torch.zeros(()))
+
+
+def mark(tensors: Sequence[Tensor], call: ForwardCall, owner: object) -> None:
+    """Marks the scalars among the tensors of a call's output, for this owner."""
+    for place, tensor in enumerate(tensors):
+        if tensor.numel() == 1 and tensor.grad_fn is not None:
+            tensor.grad_fn.metadata[id(owner), tensor.output_nr] = call, place  # ty: ignore[invalid-assignment]
+
+
+def from_outputs(node: Any, number: int, owner: object) -> list[tuple[ForwardCall, Compute]] | None:
+    """Returns the calls whose outputs add up to a loss, and how each one's part is computed; None if others do.
+
+    Args:
+        node, number: the loss in the autograd graph: its node, and which of the node's outputs it is.
+        owner: see `mark`.
+    """
+    return Walk(id(owner)).parts(node, number)
+
+
+class Walk:
+    """Goes through the autograd graph, from a scalar to the marked ones."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner, self._left = owner, MAX_NODES
+
+    def parts(self, node: Any, number: int) -> list[tuple[ForwardCall, Compute]] | None:
+        """See `from_outputs`."""
+        found = self.of_one_call(node, number)
+        if found is not None:
+            return [found]
+        if node.name() != "AddBackward0" or node._saved_alpha != 1 or self._left <= 0:
+            return None
+        parts = [None if each is None else self.parts(each, number) for each, number in node.next_functions]
+        return None if None in parts else [found for part in parts for found in part or ()]
+
+    def of_one_call(self, node: Any, number: int) -> tuple[ForwardCall, Compute] | None:
+        """Returns the call whose outputs give a scalar, and how; None if it is not one call."""
+        if (marked := node.metadata.get((self._owner, number))) is not None:
+            call, place = marked
+            return call, lambda outputs: outputs[place]
+        inputs = [each for each in node.next_functions if each[0] is not None]
+        compute = operation(node, len(inputs))
+        self._left -= 1
+        if compute is None or self._left <= 0:
+            return None
+        found = [self.of_one_call(*each) for each in inputs]
+        calls = [each[0] for each in found if each is not None]
+        if len(calls) < len(found) or any(call is not calls[0] for call in calls):
+            return None
+        values = [each[1] for each in found if each is not None]
+        return calls[0], lambda outputs: compute(*[value(outputs) for value in values])
+
+
+def operation(node: Any, inputs: int) -> Callable[..., Tensor] | None:
+    """Returns the operation of a node, as a function of its inputs that need a gradient; None if it is not simple.
+
+    Args:
+        node: its inputs and outputs hold one value each.
+        inputs: how many need a gradient. The others are constants, which the graph holds only of some operations.
+    """
+    kind, first = node.name().partition("Backward")[0], node.next_functions[0][0] if node.next_functions else None
+    if kind in SAME_SCALAR and inputs == 1:
+        return Tensor.clone
+    match kind, inputs:
+        case "Add" | "Sub", 2:
+            run, alpha = (torch.add if kind == "Add" else torch.sub), node._saved_alpha
+            return lambda a, b: run(a, b, alpha=alpha)
+        case "Mul", 1:
+            return with_constant(torch.mul, node._saved_self if first is None else node._saved_other)
+        case "Div", 1 if first is not None:
+            return with_constant(torch.div, node._saved_other)
+        case "Neg", 1:
+            return torch.neg
+        case "ToCopy", 1:
+            dtype = node._input_metadata[0].dtype
+            return lambda a: a.to(dtype)
+    return None
+
+
+def with_constant(run: Callable[..., Tensor], constant: Tensor | float) -> Callable[[Tensor], Tensor] | None:
+    """Returns an operation with a constant of one value; None if it has several."""
+    if not isinstance(constant, Tensor):
+        return lambda a: run(a, constant)
+    if constant.numel() != 1:
+        return None
+    was = constant._version
+
+    def compute(a: Tensor) -> Tensor:
+        if constant._version != was:
+            raise RuntimeError("the loop has changed a factor of its loss since")
+        return run(a, constant)  # a Python number, as a tensor of the graph, does not change the dtype of the result
+
+    return compute
