@@ -7,7 +7,7 @@ only if the update is applied.
 The loss of a step is the sum of what the loop's backward calls differentiated (`backward_calls.py`). A backward call
 belongs to the step if it changed a gradient of the optimizer, and if the loop has not dropped the gradients since: the
 loss of a GAN's generator runs through the discriminator too, but does not count there. A loop that computes gradients
-in other ways, as by `torch.autograd.grad`, has a loss only if it passes through a `GradScaler` or a known `criterion`.
+in other ways, as by `torch.autograd.grad`, has no known loss.
 
 To explain a held step, the recorded forward calls run again. If the loss comes from the model's outputs alone
 (`loss_graph.py`), that is the whole step. If an adapter knows how the loop computes its loss, it records that instead
@@ -16,7 +16,7 @@ To explain a held step, the recorded forward calls run again. If the loss comes 
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
@@ -33,8 +33,8 @@ from stabletrain.guard.backward_calls import listen
 from stabletrain.guard.gradients import unwrapped
 from stabletrain.guard.live_trace import LiveTrace
 from stabletrain.guard.loop_hooks import WeakHook
-from stabletrain.guard.loss_graph import Compute, ForwardCall, from_outputs, mark, tensors_in, total
-from stabletrain.guard.micro_batch import MicroBatch, named_tensors, versions
+from stabletrain.guard.loss_graph import ForwardCall, Root, mark, note_scaled, tensors_in
+from stabletrain.guard.micro_batch import MicroBatch, versions
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.parallel.loop import innermost
 from stabletrain.records import GradNorms
@@ -48,15 +48,11 @@ NO_FORWARD_SEEN = (
 MAX_CALLS = 256
 """Maximum number of forward calls that are recorded in a step: a loop that never steps must not keep every batch."""
 
-MAX_HOOKS = 8
-"""Maximum number of tensors of an output that show whether a backward pass runs through the call."""
-
 
 class LoopRecorder:
     """Records the current step of a loop for an attached guard.
 
     Args:
-        criterion: the module that computes the loop's loss; None if unknown.
         begin: returns the state before the first forward pass.
         decide: judges the step; returns whether it is applied.
         update: returns the context in which the loop's update runs.
@@ -74,7 +70,6 @@ class LoopRecorder:
         model: nn.Module,
         optimizer: Optimizer,
         scaler: GradScaler | None,
-        criterion: nn.Module | None,
         begin: Callable[[], BegunStep],
         decide: Callable[[Tensor | None], bool],
         update: Callable[[], AbstractContextManager],
@@ -83,10 +78,9 @@ class LoopRecorder:
         self._update = update
         self.begun: BegunStep | None = None
         self.recorded, self._judged, self._call = False, False, None
-        self._sees_losses = False  # whether the loop has ever called `backward`
         self._before = begin()
-        self._forget_step()
         self._dropped, self._runs_through = False, False
+        self._forget_backward_calls()
         self.live = LiveTrace(innermost(model))
         self.unclipped: GradNorms | None = None
         self.run_own_step: Callable[[], Any] = optimizer.step
@@ -101,8 +95,6 @@ class LoopRecorder:
         if scaler is not None:
             self._undo.append(replace_method(scaler, "step", self._scaled_stepping))
             self._undo.append(replace_method(scaler, "scale", self._scaling))
-        if criterion is not None:
-            self._undo.append(criterion.register_forward_hook(WeakHook(self._after_criterion)).remove)
 
     def detach(self) -> None:
         """Leaves model, optimizer and scaler as they were."""
@@ -113,7 +105,7 @@ class LoopRecorder:
         """Begins a micro-batch that the loop will `record`."""
         if first or self.begun is None:
             self.begun = self._begin()
-            self._forget_step()
+            self._forget_backward_calls()
         self.begun.versions += versions(batch)
         self.recorded = True
 
@@ -123,31 +115,24 @@ class LoopRecorder:
             self.begun = self._begin()
         if not self.recorded:
             self.begun.micro_batches.clear()
-            self.begun.losses.clear()
             self.recorded = True
         self.begun.micro_batches.append(micro_batch)
         self.begun.losses.append(loss.detach())
 
-    def take(self) -> tuple[BegunStep, Tensor, bool]:
-        """Returns the recorded step, its loss, and whether the loss is known; and starts a new one.
+    def take(self) -> tuple[BegunStep, Tensor | None]:
+        """Returns the recorded step and its loss, None if unknown, and starts a new one.
 
-        Without forward calls, the step is the state after the last one. If only parts of the loss were seen, it is 0,
-        or NaN if one of them is not finite.
+        Without forward calls, the step is the state after the last one.
         """
         begun, trace = self.begun or self._before, self.live.end_step()
         begun.trace = None if self.recorded else trace
-        known = self.recorded and bool(begun.losses)
-        if not known and self._loss is not None and not self._unknown and not self._dropped:
-            known = self._sees_losses = True
+        if not begun.losses and self._loss is not None and not self._dropped:
             begun.losses = [self._loss * 0.0 if self._partial else self._loss]
-        if not known:
-            begun.losses = [sum((each * 0.0 for each in self._seen_losses), sum(begun.losses, torch.zeros(())))]
-        if self._outside:
-            for call in calls_of(begun):
-                call.loss = None
+        for call in calls_of(begun) if self._outside else ():
+            call.loss = None
         self.begun, self.recorded = None, False
-        self._forget_step()
-        return begun, begun.loss, known
+        self._forget_backward_calls()
+        return begun, begun.loss if begun.losses else None
 
     def end_step(self) -> None:
         """Records the state after a step, for a loop whose forward calls are not seen."""
@@ -176,7 +161,7 @@ class LoopRecorder:
         if self.begun is None or (self._backward_ran and self._gradients_are_gone()):
             self.live.end()
             self.begun, self.recorded = self._begin(), False
-            self._forget_step()
+            self._forget_backward_calls()
         if not self.recorded and len(self.begun.micro_batches) < MAX_CALLS:
             self._call = ForwardCall(module)
             call = MicroBatch(self._call, {"args": args, "kwargs": dict(kwargs)})
@@ -185,44 +170,34 @@ class LoopRecorder:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         call, self._call = self._call, None
-        if call is None or self.begun is None:
+        if call is None:
             return
         tensors = tensors_in(output)
-        for tensor in [tensor for tensor in tensors if tensor.requires_grad][:MAX_HOOKS]:
+        for tensor in [tensor for tensor in tensors if tensor.requires_grad][:1]:
             tensor.register_hook(self._note_backward)
         mark(tensors, call, self)
-        if not self._sees_losses:  # an unknown loss counts as 0, or as NaN if the model's output is not finite
-            with torch.no_grad():
-                self.begun.losses.append(total(tensors) * 0.0)
 
-    # ---- losses
-
-    def _forget_step(self) -> None:
-        """Forgets the losses of a step that is over."""
-        self._forget_backward_calls()
-        self._seen_losses: list[Tensor] = []
-        self._scaled: list[tuple[ref[Tensor], Tensor]] = []  # what the scaler returned, and what it was given
+    # ---- backward calls
 
     def _forget_backward_calls(self) -> None:
         """Forgets the backward calls so far."""
         self._loss: Tensor | None = None  # sum of what they differentiated
-        self._unknown = False  # whether one differentiated what is no tensor
         self._partial = False  # whether the sum says only whether all of it is finite
         self._outside = False  # whether the recorded calls do not compute all of it
         self._backward_ran, self._calls_before = False, 0  # number of calls before the end of the last one
         self._left: tuple[Tensor, ref[Tensor], int] | None = None  # a parameter, its gradient, and the version left
 
     @contextlib.contextmanager
-    def backward_call(self, roots: tuple[Any, ...], factors: tuple[Tensor | None, ...]) -> Generator[None]:
-        """See `Listener`: adds what the call differentiates to the loss, if it changes the optimizer's gradients."""
-        if WeakHook.paused:
-            yield
-            return
+    def backward_call(self, roots: Sequence[Any], factors: Sequence[Tensor | None]) -> Generator[None]:
+        """A context for a backward call of the loop: adds its roots to the loss if it changes the gradients.
+
+        Args:
+            roots, factors: see `listen`.
+        """
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         before = [(parameter.grad, version(parameter.grad)) for parameter in parameters]
-        gone = self._gradients_are_gone()
-        written = not gone and self._gradients_were_written()
-        loss, parts = self._differentiated(roots, factors)  # afterwards the graph has been freed
+        gone, written = self._gradients_are_gone(), self._gradients_were_written()
+        losses = [Root(root, factor, self) for root, factor in zip(roots, factors, strict=False)]
         self._runs_through = False
         yield
         self._backward_ran |= self._runs_through
@@ -231,68 +206,27 @@ class LoopRecorder:
         # Several calls of a sharded model may be summed up before its gradients change.
         if changed is None and not (self._runs_through and any(hasattr(each, "to_local") for each in parameters)):
             return
-        if gone:
-            self._drop()
-        self._dropped, self._backward_ran = False, True
-        self._loss = loss if self._loss is None or loss is None else self._loss + loss.to(self._loss.device)
-        self._unknown |= loss is None
-        self._partial |= written or any(isinstance(root, Tensor) and root.numel() != 1 for root in roots)
-        calls = [] if self.begun is None else calls_of(self.begun)
-        for call, compute in parts or ():
-            self._outside |= call not in calls or call.loss is not None
-            call.loss = compute
-        self._outside |= parts is None
-        self._calls_before = len(calls)
+        begun, first = self.begun or self._before, self._calls_before
+        if gone:  # with the forward calls before them; the state that was recorded is older then
+            self._forget_backward_calls()
+            del begun.micro_batches[:first]
+            self._outside = first > 0
+        calls = calls_of(begun)
+        self._dropped, self._backward_ran, self._calls_before = False, True, len(calls)
+        self._partial |= written and not gone
+        for root in losses:
+            self._loss = root.loss if self._loss is None else self._loss + root.loss.to(self._loss.device)
+            self._partial |= not root.whole
+            self._outside |= root.parts is None
+            for call, compute in root.parts or ():
+                self._outside |= call not in calls or call.loss is not None
+                call.loss = compute
         if changed is not None and changed.grad is not None:
             self._left = changed, ref(changed.grad), version(changed.grad)
-
-    def _drop(self) -> None:
-        """Forgets the backward calls whose gradients the loop has dropped, with the forward calls before them."""
-        first = self._calls_before
-        self._forget_backward_calls()
-        if self.begun is not None and first:
-            del self.begun.micro_batches[:first]
-            self._outside = True  # the generators and buffers are those from before the calls that are forgotten
-
-    def _differentiated(
-        self, roots: tuple[Any, ...], factors: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor | None, list[tuple[ForwardCall, Compute]] | None]:
-        """Returns the loss that a backward call differentiates, and how the recorded calls compute it.
-
-        The loss is unscaled; None if it is no tensor. If a root holds several values, the loss says only whether they
-        are finite. The second result is None if the loss does not come from the recorded calls alone.
-        """
-        losses, parts = [], []
-        for root, factor in zip(roots, factors, strict=True):
-            if not isinstance(root, Tensor) or hasattr(root, "to_local") or root.is_complex():
-                return None, None
-            given = next((given for returned, given in self._scaled if returned() is root), None)
-            loss = root.detach() if given is None else given
-            edge = (root.grad_fn, root.output_nr) if given is None or root.grad_fn is None else scaled_edge(root)
-            found = None if edge[0] is None or factor is not None else from_outputs(*edge, self)
-            losses.append(loss.reshape(()) if loss.numel() == 1 else (loss * 0.0).sum())
-            if factor is not None and loss.numel() == 1:
-                losses[-1] = losses[-1] * factor.detach().reshape(())
-            parts = None if parts is None or found is None else [*parts, *found]
-        # A copy: the loop may write into its loss afterwards.
-        return sum(losses[1:], losses[0].clone()), parts
-
-    def _after_criterion(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._note_loss(output)
-
-    def _note_loss(self, losses: Any) -> None:
-        """Notes losses that the loop is about to differentiate; only scalars: of others it may use some values only."""
-        if self.begun is None or len(self._seen_losses) >= MAX_CALLS:
-            return
-        scalars = [tensor for _, tensor in named_tensors(losses) if tensor.requires_grad and tensor.numel() == 1]
-        self._seen_losses += [tensor.detach().reshape(()) for tensor in scalars]
 
     def _note_backward(self, gradient: Tensor) -> None:
         """Notes that the present backward call runs through a recorded call."""
         self._runs_through = True
-
-    # ---- gradients that the loop drops
 
     def _dropping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the optimizer's new `zero_grad`."""
@@ -345,15 +279,11 @@ class LoopRecorder:
         return step
 
     def _scaling(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the scaler's new `scale`, which is given the loop's loss."""
+        """Returns the scaler's new `scale`, which notes the loss that it was given."""
 
         def scale(scaler: GradScaler, outputs: Any) -> Any:
             returned = inner(outputs)
-            if not WeakHook.paused:
-                self._note_loss(outputs)
-                pairs = zip(named_tensors(returned), named_tensors(outputs), strict=True)
-                scaled = [(ref(new), old.detach()) for (_, new), (_, old) in pairs if new.requires_grad]
-                self._scaled = [*self._scaled, *scaled][-MAX_CALLS:]
+            note_scaled(returned, outputs)
             return returned
 
         return scale
@@ -400,11 +330,6 @@ def replace_method(
 def calls_of(begun: BegunStep) -> list[ForwardCall]:
     """Returns the recorded forward calls of a step; none if the loop records its micro-batches itself."""
     return [each.closure for each in begun.micro_batches if isinstance(each.closure, ForwardCall)]
-
-
-def scaled_edge(root: Tensor) -> tuple[Any, int]:
-    """Returns where the loss that a scaler multiplied is in the autograd graph."""
-    return root.grad_fn.next_functions[0]  # ty: ignore[missing-union-attribute]
 
 
 def version(gradient: Tensor | None) -> int:

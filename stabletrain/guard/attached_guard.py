@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -15,7 +16,7 @@ from stabletrain.guard.attach import LoopRecorder
 from stabletrain.guard.gradients import gradients, measure
 from stabletrain.guard.live_trace import TRACED_STEPS
 from stabletrain.guard.loop_guard import LoopGuard
-from stabletrain.guard.loop_hooks import paused
+from stabletrain.guard.loop_hooks import WeakHook
 from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.rerun import BegunStep
@@ -71,14 +72,8 @@ class AttachedGuard(LoopGuard):
         optimizer: Optimizer,
         *,
         scaler: GradScaler | None = None,
-        criterion: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
-        if criterion is not None and not isinstance(criterion, nn.Module):
-            raise ConfigError(
-                f"Guard.attach(criterion={criterion!r}) is not an nn.Module, such as nn.CrossEntropyLoss(): what a "
-                "function returns cannot be seen; leave it out"
-            )
         for name in ("precision", "max_norm"):
             if options.get(name):
                 raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
@@ -103,7 +98,7 @@ class AttachedGuard(LoopGuard):
         self._traces = True  # whether steps are traced after a fault that could not be named
         self._pending: tuple[BegunStep, Reading] | None = None
         self._recorder = loop.recorder = LoopRecorder(
-            loop.outer, loop.optimizer, scaler, criterion, loop.begin, self._decide, self._loops_update
+            loop.outer, loop.optimizer, scaler, loop.begin, self._decide, self._loops_update
         )
 
     def step(self, *arguments: Any, **keywords: Any) -> Tensor:
@@ -164,14 +159,15 @@ class AttachedGuard(LoopGuard):
             loop.state_replaced()
         found = gradients(loop.parameters)
         recorded = recorder.recorded
-        begun, taken, known = recorder.take()
+        begun, known = recorder.take()
         if not found and not loop.policy.update_check.why(loop.optimizer):
             return True  # nothing is updated
-        # The loss that counts: recorded by an adapter, or what the loop differentiated; 0 if unknown, so that the
+        # The loss that counts: recorded by an adapter, or what the loop differentiated. 0 if it is unknown, so that the
         # gradients alone are judged.
-        loss = (taken if known or loss is None else loss).to(loop.device)
+        loss = known if known is not None else torch.zeros(()) if loss is None else loss
+        begun.losses = [loss.detach().to(loop.device)]
         unclipped, changed = recorder.norms_before_clipping, loop.state_changed(begun)
-        reading = loop.judge(loop.steps + 1, loss.detach(), loop.parameters, unclipped=unclipped, changed=changed)
+        reading = loop.judge(loop.steps + 1, begun.loss, loop.parameters, unclipped=unclipped, changed=changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
         # The backward pass gives new tensors: without clipping nothing has written to them since.
         if spread and all(each._version and not bool(each.isfinite().any()) for each in found):
@@ -204,17 +200,17 @@ class AttachedGuard(LoopGuard):
 
     def _end(self, begun: BegunStep, reading: Reading) -> None:
         """Follows the verdict on the step, after its update was applied or held."""
-        recorder, self._incidents.newest = self._recorder, None
-        with paused():  # forward calls of a rerun are not the loop's
-            try:
-                self._follow(begun, reading)
-            finally:
-                self._end_step()
-                recorder.end_step()
+        recorder, incidents = self._recorder, self._incidents
+        incidents.newest, WeakHook.paused = None, True  # forward calls of a rerun are not the loop's
+        try:
+            self._follow(begun, reading)
+        finally:
+            self._end_step()
+            WeakHook.paused = False
+            recorder.end_step()
         if reading.applied or self._loop.policy.kind != "nonfinite":
             return
-        newest = self._incidents.newest
-        unnamed = newest is not None and newest.cause == "unknown" and bool(recorder.gap(begun))
+        unnamed = incidents.newest is not None and incidents.newest.cause == "unknown" and bool(recorder.gap(begun))
         if begun.trace is not None:  # a fault has come again; if the trace does not show it, another one will not
             recorder.live.disarm()
             self._traces = not unnamed

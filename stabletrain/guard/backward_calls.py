@@ -8,37 +8,26 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, finalize
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
-from torch.overrides import is_tensor_like
 
+from stabletrain.guard.loop_hooks import WeakHook
 
-class Listener(Protocol):
-    """Is told of backward calls."""
-
-    def backward_call(self, roots: tuple[Any, ...], factors: tuple[Tensor | None, ...]) -> AbstractContextManager:
-        """Returns the context in which a backward call runs.
-
-        Args:
-            roots: what is differentiated: tensors or `GradientEdge`s.
-            factors: `grad_tensors` of each; None where none is given.
-        """
-        ...
-
-
-_LISTENERS: "WeakSet[Listener]" = WeakSet()
+_LISTENERS: WeakSet[Any] = WeakSet()
+_TELLING: WeakSet[Callable[..., Any]] = WeakSet()
 _THREAD = threading.local()
 
 
-def listen(listener: Listener) -> Callable[[], None]:
-    """Tells a listener of all backward calls while it lives; returns a function that ends this."""
+def listen(listener: Any) -> Callable[[], None]:
+    """Tells a listener of all backward calls while it lives; returns a function that ends this.
+
+    Each call runs in the context `listener.backward_call(roots, factors)`. `roots` is what is differentiated: tensors,
+    but perhaps others; `factors` are the `grad_tensors` of each, None where none is given.
+    """
     _LISTENERS.add(listener)
-    if not hasattr(torch.autograd.backward, "_stood_before"):
+    if torch.autograd.backward not in _TELLING:
         torch.autograd.backward = told(torch.autograd.backward)  # ty: ignore[invalid-assignment]
     finalize(listener, restore).atexit = False
 
@@ -51,8 +40,8 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 def restore() -> None:
     """Restores `torch.autograd.backward` after the last listener has gone, unless others have wrapped it since."""
-    if not [*_LISTENERS]:
-        torch.autograd.backward = getattr(torch.autograd.backward, "_stood_before", torch.autograd.backward)
+    if not [*_LISTENERS] and torch.autograd.backward in _TELLING:
+        torch.autograd.backward = torch.autograd.backward.__wrapped__  # ty: ignore[missing-attribute]
 
 
 def told(inner: Callable[..., None]) -> Callable[..., None]:
@@ -61,14 +50,11 @@ def told(inner: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(inner)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         # A call within a backward pass, as by activation checkpointing, is a part of it; so is one by another wrapper.
-        if torch._C._current_autograd_node() is not None or getattr(_THREAD, "told", False):
+        within = torch._C._current_autograd_node() is not None or getattr(_THREAD, "told", False)
+        if within or WeakHook.paused:
             return inner(tensors, grad_tensors, *args, **kwargs)
-        if not (is_tensor_like(tensors) or isinstance(tensors, GradientEdge)):
-            tensors = tuple(tensors)  # it may be an iterator
-        if not (grad_tensors is None or is_tensor_like(grad_tensors)):
-            grad_tensors = tuple(grad_tensors)
-        roots = tensors if type(tensors) is tuple else (tensors,)
-        factors = grad_tensors if type(grad_tensors) is tuple else (grad_tensors,) * len(roots)
+        roots = tensors if isinstance(tensors, list | tuple) else [tensors]
+        factors = grad_tensors if isinstance(grad_tensors, list | tuple) else [grad_tensors] * len(roots)
         with contextlib.ExitStack() as stack:
             for listener in [*_LISTENERS]:
                 stack.enter_context(listener.backward_call(roots, factors))
@@ -76,5 +62,5 @@ def told(inner: Callable[..., None]) -> Callable[..., None]:
             stack.callback(setattr, _THREAD, "told", False)
             return inner(tensors, grad_tensors, *args, **kwargs)
 
-    backward._stood_before = inner  # ty: ignore[missing-attribute]
+    _TELLING.add(backward)
     return backward

@@ -93,14 +93,9 @@ def explain_held(step: ReadStep, verdict: Verdict) -> Verdict:
         return verdict
     # Only the first skip in a row is investigated: the others have the same cause, and each replay costs some steps. A
     # fault of the machine is always explained; a step that is taken again is no longer counted as skipped. So is a step
-    # that was traced because the first one could not be named.
-    by_machine = guard.kind in ("state", "recheck") or verdict is Verdict.RESTORE
-    if (
-        guard.consecutive == 1
-        or step.traced
-        or by_machine
-        or (verdict is Verdict.HALT and guard.kind != handler.newest)
-    ):
+    # that was traced, because an earlier one could not be named.
+    always = step.traced or guard.kind in ("state", "recheck") or verdict is Verdict.RESTORE
+    if guard.consecutive == 1 or always or (verdict is Verdict.HALT and guard.kind != handler.newest):
         finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
         # bad inputs may make the step non-finite; a bad label does not
         incident = explain(step, "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind)

@@ -95,7 +95,6 @@ class Guard(LoopGuard):
         optimizer: Optimizer,
         *,
         scaler: GradScaler | None = None,
-        criterion: Callable[..., Any] | None = None,
         **options: Any,
     ) -> "AttachedGuard":
         """Guards a loop that cannot be edited: judges whenever the loop calls `optimizer.step()`.
@@ -105,14 +104,12 @@ class Guard(LoopGuard):
 
         Args:
             scaler: the loop's own `GradScaler`; the loop calls `scaler.step(optimizer)` as before.
-            criterion: the module that computes the loop's loss, such as `nn.CrossEntropyLoss()`. With it, a loss that
-                is not finite is seen although its gradients are; not needed if the model returns its loss.
             options: as for `Guard`, except `precision` and `max_norm`.
 
         Returns:
-            the guard. Its `last.loss` is 0 if the loop's loss is not known.
+            the guard. Its `last.loss` is the sum of what the loop's backward calls differentiated; 0 if unknown.
         """
-        return AttachedGuard(model, optimizer, scaler=scaler, criterion=criterion, **options)
+        return AttachedGuard(model, optimizer, scaler=scaler, **options)
 
     # ---- a step
 

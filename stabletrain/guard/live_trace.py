@@ -10,8 +10,8 @@ innermost that is running again.
 """
 
 import sys
-from collections.abc import Callable, Iterator
 from functools import partial
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any
 
@@ -37,14 +37,13 @@ class LiveTrace:
         self.steps_left = 0
         self._model = model
         self._running: Trace | None = None
-        self._profile: Callable[..., Any] | None = None
         self._hooks: list[Any] = []
         self._codes: set[CodeType] = set()
 
     def arm(self) -> None:
         """Traces the next steps. Is called in `optimizer.step()`."""
         self.disarm()
-        self.steps_left, self._codes = TRACED_STEPS, {frame.f_code for frame in running()}
+        self.steps_left, self._codes = TRACED_STEPS, {frame.f_code for frame, _ in walk_stack(None)}
         self._hooks = [each.register_forward_pre_hook(WeakHook(self._begin)) for each in self._model.modules()]
 
     def disarm(self) -> None:
@@ -66,9 +65,7 @@ class LiveTrace:
         """Ends the trace that is running and returns it; None if there is none."""
         trace, self._running = self._running, None
         if trace is not None:
-            if sys.getprofile() is self._profile:
-                sys.setprofile(None)
-            self._profile = None
+            sys.setprofile(None)
             leave(trace)
         return trace
 
@@ -76,14 +73,13 @@ class LiveTrace:
         """Begins the trace of a step, unless it runs or others use what it needs."""
         if self._running is not None or not (module.training and torch.is_grad_enabled()):
             return
-        loop = next((frame for frame in running() if frame.f_code in self._codes), None)
+        loop = next((frame for frame, _ in walk_stack(None) if frame.f_code in self._codes), None)
         # A mode that the loop has entered, it may also leave before this one; and a profiler needs its own function.
         if loop is None or _get_current_dispatch_mode_stack() or sys.getprofile() is not None:
             return
         self._running = Trace(self._model)
         self._running.__enter__()
-        self._profile = partial(self._end_with, loop)
-        sys.setprofile(self._profile)
+        sys.setprofile(partial(self._end_with, loop))
 
     def _end_with(self, loop: FrameType, frame: FrameType, event: str, argument: Any) -> None:
         """Ends the trace when the loop's function returns or raises an error: both are the event `return`."""
@@ -91,20 +87,12 @@ class LiveTrace:
             self.end()
 
 
-def running() -> Iterator[FrameType]:
-    """Returns the functions that are running, from the innermost outwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def leave(trace: Trace) -> None:
     """Ends a trace, also if the loop has entered other modes since."""
-    above = []
-    while (mode := _pop_mode()) is not trace:
-        above.append(mode)
-    _push_mode(trace)  # its own exit takes it off
+    modes = _get_current_dispatch_mode_stack()
+    above = modes[modes.index(trace) + 1 :]
+    for _ in above:
+        _pop_mode()
     trace.__exit__(None, None, None)
-    for mode in reversed(above):
+    for mode in above:
         _push_mode(mode)

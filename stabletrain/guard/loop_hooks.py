@@ -1,7 +1,6 @@
-"""Hooks by which an attached guard watches a loop; they do nothing while a guard itself runs a step again."""
+"""Hooks by which an attached guard watches a loop."""
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, ClassVar
 from weakref import WeakMethod
 
@@ -10,7 +9,7 @@ class WeakHook:
     """A hook of a module that does not keep its target alive, and does nothing in a copy of the module.
 
     Attributes:
-        paused: whether all hooks do nothing.
+        paused: whether all hooks do nothing, because a guard runs a step again.
     """
 
     paused: ClassVar[bool] = False
@@ -26,13 +25,3 @@ class WeakHook:
 
     def __reduce__(self) -> tuple:
         return WeakHook, ()  # for `copy.deepcopy` and `torch.save`
-
-
-@contextlib.contextmanager
-def paused() -> Generator[None]:
-    """A context in which no attached guard watches: what runs here is not the loop's."""
-    WeakHook.paused = True
-    try:
-        yield
-    finally:
-        WeakHook.paused = False

@@ -4,7 +4,7 @@
     ce, aux = model(x, y); ce + 0.01 * aux        two outputs
     F.cross_entropy(model(x), y)                  no: the loop computes it
 
-`mark` marks the scalars that the model returned in the autograd graph. `from_outputs` goes from the loss down to them.
+`mark` marks the scalars that the model returned in the autograd graph. `Root` goes from the loss down to them.
 Nothing is guessed: if an operation on the way has another input that is not known, the answer is no.
 """
 
@@ -20,22 +20,8 @@ from stabletrain.guard.micro_batch import named_tensors
 MAX_NODES = 64
 """Maximum number of operations between the loss and the model's outputs."""
 
-SAME_SCALAR = {
-    *(
-        "View",
-        "UnsafeView",
-        "Reshape",
-        "ReshapeAlias",
-        "Squeeze",
-        "Unsqueeze",
-        "Select",
-        "Alias",
-        "Clone",
-        "Mean",
-        "Sum",
-    ),
-}
-"""Operations that leave the only value of a tensor as it is."""
+UNSCALED = "the loss before the scaler"
+"""Key of the loss in the metadata of the node that scaled it."""
 
 Compute = Callable[[Sequence[Tensor]], Tensor]
 """Computes a scalar from the tensors of a model's output."""
@@ -80,34 +66,55 @@ def mark(tensors: Sequence[Tensor], call: ForwardCall, owner: object) -> None:
             tensor.grad_fn.metadata[id(owner), tensor.output_nr] = call, place  # ty: ignore[invalid-assignment]
 
 
-def from_outputs(node: Any, number: int, owner: object) -> list[tuple[ForwardCall, Compute]] | None:
-    """Returns the calls whose outputs add up to a loss, and how each one's part is computed; None if others do.
+def note_scaled(returned: Any, given: Any) -> None:
+    """Notes in the graph which losses a scaler was given, so that what it returned is not taken for the loss."""
+    for (_, scaled), (_, loss) in zip(named_tensors(returned), named_tensors(given), strict=True):
+        if scaled.grad_fn is not None:
+            scaled.grad_fn.metadata[UNSCALED] = loss.detach()  # ty: ignore[invalid-assignment]
+
+
+class Root:
+    """A tensor that a loop is about to differentiate.
 
     Args:
-        node, number: the loss in the autograd graph: its node, and which of the node's outputs it is.
+        root: the tensor, or a `GradientEdge`.
+        factor: its `grad_tensors`; None if none is given.
         owner: see `mark`.
+
+    Attributes:
+        loss: its value, unscaled, as a copy, because the loop may write to it; 0-d.
+        whole: whether that is the loss. If not, it only says whether the values that were seen are finite.
+        parts: the calls whose outputs add up to the loss, and how the part of each is computed; None if others do.
     """
-    return Walk(id(owner)).parts(node, number)
 
+    def __init__(self, root: Any, factor: Tensor | None, owner: object) -> None:
+        self.loss, self.whole = torch.zeros(()), False
+        self.parts: list[tuple[ForwardCall, Compute]] | None = None
+        self._owner, self._left = id(owner), MAX_NODES
+        if not isinstance(root, Tensor) or hasattr(root, "to_local") or root.is_complex():
+            return
+        node, number, loss = root.grad_fn, root.output_nr, root.detach()
+        if node is not None and UNSCALED in node.metadata:
+            loss, (node, number) = node.metadata[UNSCALED], node.next_functions[0]
+        self.whole = loss.numel() == 1
+        self.loss = loss.reshape(()).clone() if self.whole else (loss * 0.0).sum()
+        if factor is not None:
+            self.loss = self.loss * (factor.detach().reshape(()) if self.whole else 1.0)
+        elif node is not None:
+            self.parts = self._sum(node, number)
 
-class Walk:
-    """Goes through the autograd graph, from a scalar to the marked ones."""
-
-    def __init__(self, owner: int) -> None:
-        self._owner, self._left = owner, MAX_NODES
-
-    def parts(self, node: Any, number: int) -> list[tuple[ForwardCall, Compute]] | None:
-        """See `from_outputs`."""
-        found = self.of_one_call(node, number)
+    def _sum(self, node: Any, number: int) -> list[tuple[ForwardCall, Compute]] | None:
+        """Returns the calls whose outputs add up to an output of a node."""
+        found = self._of_one_call(node, number)
         if found is not None:
             return [found]
         if node.name() != "AddBackward0" or node._saved_alpha != 1 or self._left <= 0:
             return None
-        parts = [None if each is None else self.parts(each, number) for each, number in node.next_functions]
+        parts = [None if each is None else self._sum(each, number) for each, number in node.next_functions]
         return None if None in parts else [found for part in parts for found in part or ()]
 
-    def of_one_call(self, node: Any, number: int) -> tuple[ForwardCall, Compute] | None:
-        """Returns the call whose outputs give a scalar, and how; None if it is not one call."""
+    def _of_one_call(self, node: Any, number: int) -> tuple[ForwardCall, Compute] | None:
+        """Returns the call whose outputs give an output of a node, and how; None if it is not one call."""
         if (marked := node.metadata.get((self._owner, number))) is not None:
             call, place = marked
             return call, lambda outputs: outputs[place]
@@ -116,12 +123,10 @@ class Walk:
         self._left -= 1
         if compute is None or self._left <= 0:
             return None
-        found = [self.of_one_call(*each) for each in inputs]
-        calls = [each[0] for each in found if each is not None]
-        if len(calls) < len(found) or any(call is not calls[0] for call in calls):
+        found = [each for each in (self._of_one_call(*each) for each in inputs) if each is not None]
+        if len(found) < len(inputs) or any(call is not found[0][0] for call, _ in found):
             return None
-        values = [each[1] for each in found if each is not None]
-        return calls[0], lambda outputs: compute(*[value(outputs) for value in values])
+        return found[0][0], lambda outputs: compute(*[value(outputs) for _, value in found])
 
 
 def operation(node: Any, inputs: int) -> Callable[..., Tensor] | None:
@@ -132,12 +137,12 @@ def operation(node: Any, inputs: int) -> Callable[..., Tensor] | None:
         inputs: how many need a gradient. The others are constants, which the graph holds only of some operations.
     """
     kind, first = node.name().partition("Backward")[0], node.next_functions[0][0] if node.next_functions else None
-    if kind in SAME_SCALAR and inputs == 1:
-        return Tensor.clone
     match kind, inputs:
-        case "Add" | "Sub", 2:
-            run, alpha = (torch.add if kind == "Add" else torch.sub), node._saved_alpha
-            return lambda a, b: run(a, b, alpha=alpha)
+        case "View" | "UnsafeView" | "Squeeze" | "Unsqueeze" | "Select" | "Alias" | "Clone" | "Mean" | "Sum", 1:
+            return Tensor.clone  # these leave the only value as it is
+        case "Add", 2:
+            alpha = node._saved_alpha
+            return lambda a, b: torch.add(a, b, alpha=alpha)
         case "Mul", 1:
             return with_constant(torch.mul, node._saved_self if first is None else node._saved_other)
         case "Div", 1 if first is not None:

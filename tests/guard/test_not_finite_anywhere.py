@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stabletrain.errors import ConfigError
 from stabletrain.guard.guard import Guard
 from tests.guard.given import batches, bits, same
 
@@ -61,7 +60,7 @@ LOSSES = {
     ignored: ("bad_label", "aten.nll_loss_forward", "mean_of_nothing"),
     log_of_negative: ("unsafe_op", "aten.log", "log_of_negative"),
 }
-WAYS = ("step", "update", "closure", "returns", "criterion")
+WAYS = ("step", "update", "closure", "returns", "outside")
 PRECISIONS = ("fp32", "bf16", "fp16", "scaler")
 CASES = [
     (way, precision)
@@ -70,7 +69,6 @@ CASES = [
     # an attached loop has its own precision, and a scaler takes no closure
     if not (precision == "fp16" and way not in ("step", "update")) and (way, precision) != ("closure", "scaler")
 ]
-CASES.append(("seen by the scaler", "scaler"))
 
 
 def is_fast(way, precision):
@@ -81,8 +79,7 @@ def is_fast(way, precision):
         ("update", "scaler"),
         ("closure", "fp32"),
         ("returns", "fp32"),
-        ("criterion", "fp32"),
-        ("seen by the scaler", "scaler"),
+        ("outside", "fp32"),
     }
 
 
@@ -90,13 +87,6 @@ def with_each(values):
     """Returns the cases, each with one of three values: a way or precision of three cases or more meets all three."""
     values = [*values]
     return [(way, precision, values[(number + (number > 6)) % 3]) for number, (way, precision) in enumerate(CASES)]
-
-
-class Criterion(nn.Module):
-    """The loss as a module."""
-
-    def forward(self, logits, y, loss):
-        return loss(logits, y)
 
 
 class Trained(nn.Module):
@@ -119,15 +109,11 @@ class Guarded:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if precision == "scaler" else None
         self.autocast = torch.autocast("cpu", torch.bfloat16) if precision in ("bf16", "scaler") else nullcontext()
-        self.criterion = Criterion()
         if way in ("step", "update"):
             given = {"scaler": self.scaler} if self.scaler else {"precision": precision}
             self.guard = Guard(self.model, self.optimizer, folder=folder, **given)
         else:
-            criterion = self.criterion if way == "criterion" else None
-            self.guard = Guard.attach(
-                self.model, self.optimizer, folder=folder, scaler=self.scaler, criterion=criterion
-            )
+            self.guard = Guard.attach(self.model, self.optimizer, folder=folder, scaler=self.scaler)
 
     def step(self, batch, loss=F.cross_entropy):
         """Two micro-batches, the second with this loss; of a single one in `guard.step` and of a closure."""
@@ -152,12 +138,7 @@ class Guarded:
         """The loop's own forward and backward pass."""
         x, y = batch
         with self.autocast:
-            if self.way == "returns":
-                value = self.model(x, y, loss)
-            elif self.way == "criterion":
-                value = self.criterion(self.model(x), y, loss)
-            else:
-                value = loss(self.model(x), y)
+            value = self.model(x, y, loss) if self.way == "returns" else loss(self.model(x), y)
         (value if self.scaler is None else self.scaler.scale(value)).backward()
         return value
 
@@ -236,7 +217,7 @@ def test_a_buffer_that_is_not_finite_is_withheld_although_loss_and_gradients_are
 
 
 @pytest.mark.slow(unless=lambda way, write: (way in ("step", "returns")) == bool(write))
-@pytest.mark.parametrize("way", ["step", "update", "returns", "seen by the scaler"])
+@pytest.mark.parametrize("way", ["step", "update", "returns", "outside"])
 @pytest.mark.parametrize("write", [{}, {"in_place": math.inf}], ids=["", "and a buffer"])
 def test_an_overflow_that_the_scaler_skips_puts_every_buffer_back(tmp_path, way, write):
     loop = Guarded(tmp_path, way, "scaler")
@@ -317,7 +298,7 @@ def test_losses_that_the_loop_does_not_train_on_are_not_judged(tmp_path):
     model, criterion = nn.Linear(4, 3), nn.CrossEntropyLoss()
     each = nn.CrossEntropyLoss(reduction="none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = Guard.attach(model, optimizer, folder=tmp_path, criterion=criterion)
+    guard = Guard.attach(model, optimizer, folder=tmp_path)
     (x, y), (other, _) = batches(2)
     unlabelled = torch.full_like(y, -100)
     for before_it in (
@@ -331,22 +312,11 @@ def test_losses_that_the_loop_does_not_train_on_are_not_judged(tmp_path):
         criterion(model(other), y).backward()
         optimizer.step()
         assert guard.last.applied
-    guard.detach()
-    guard = Guard.attach(model, optimizer, folder=tmp_path, criterion=each)
     optimizer.zero_grad()
     values = each(model(x) + MASK, y)  # the loop leaves out what is not finite
     values[values.isfinite()].mean().backward()
     optimizer.step()
     assert guard.last.applied
-    guard.detach()
-    assert not each._forward_hooks
-    assert not model._forward_hooks
-
-
-def test_a_criterion_that_is_a_function_is_refused(tmp_path):
-    model = nn.Linear(4, 3)
-    with pytest.raises(ConfigError, match="is not an nn.Module"):
-        Guard.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion=F.cross_entropy)
 
 
 def test_a_loss_of_a_function_is_seen(tmp_path):

@@ -11,9 +11,9 @@ HEAVY_TAILS = {"autoencoder": 1}
 """Withheld steps of programs whose data have outliers: a batch whose loss and gradient norm jump is a spike."""
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_no_step_of_a_short_healthy_program_is_withheld(name):
-    found = run(name, SHORT[name])
+@pytest.mark.parametrize(("name", "attached"), [*((name, False) for name in SHORT), ("gan", True)])
+def test_no_step_of_a_short_healthy_program_is_withheld(name, attached):
+    found = run(name, SHORT[name], attached=attached)
     assert (found.withheld, found.halted, found.steps, {**found.alarms}) == (0, "", SHORT[name], {})
 
 

@@ -8,6 +8,7 @@ import torch
 
 from stabletrain.errors import TrainingHalted
 from stabletrain.guard.guard import Guard
+from stabletrain.guard.micro_batch import MicroBatch, loss_of
 from tests.reliability.healthy import adversarial, decisions, densities, networks, sequences
 
 PROGRAMS = {
@@ -39,14 +40,35 @@ class Found:
     halted: str
 
 
-def run(name: str, steps: int, seed: int = 0) -> Found:
-    """Runs a program for so many steps, of all its networks together."""
+class Attached:
+    """Trains as a guard does, in a loop that calls backward and the optimizer itself, with a guard attached."""
+
+    def __init__(self, model, optimizer, max_norm=None, **options):
+        self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
+        self.guard = Guard.attach(model, optimizer, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.guard, name)
+
+    def step(self, closure, batch=None):
+        """One step, as in `Guard.step`."""
+        self.optimizer.zero_grad()
+        loss = loss_of(MicroBatch(closure, batch)())
+        loss.backward()
+        if self.max_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+        return loss.detach()
+
+
+def run(name: str, steps: int, seed: int = 0, attached: bool = False) -> Found:
+    """Runs a program for so many steps, of all its networks together; with guards that are attached to a plain loop."""
     torch.manual_seed(seed)
     random.seed(seed)
-    guards: list[Guard] = []
+    guards: list[Guard | Attached] = []
 
     def guard(model, optimizer, **options):
-        guards.append(Guard(model, optimizer, max_incidents=0, **options))
+        guards.append((Attached if attached else Guard)(model, optimizer, max_incidents=0, **options))
         return guards[-1]
 
     halted = ""
