@@ -52,20 +52,51 @@ class GuardedLoop(BareLoop):
         return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
+class AttachedLoop(BareLoop):
+    """The plain loop as it is, with a guard attached.
+
+    Args:
+        folder: for incidents.
+        traced: whether all steps are traced, as after a fault that could not be named.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        optimizer: Optimizer,
+        *,
+        bf16: bool,
+        folder: Path,
+        traced: bool = False,
+    ) -> None:
+        super().__init__(model, batches, optimizer, bf16=bf16)
+        self.guard, self.traced = Guard.attach(model, optimizer, folder=folder), traced
+
+    def __call__(self) -> None:
+        """Takes one training step."""
+        if self.traced:
+            self.guard._recorder.live.arm()
+        super().__call__()
+
+
 def guarded_of(
     bare: BareLoop,
     batches: Sequence[Batch],
     optimizer: tuple[Callable[[nn.Module, float], Optimizer], float],
     folder: Path,
+    *,
+    kind: type[BareLoop] = GuardedLoop,
     **options: Any,
-) -> GuardedLoop:
+) -> BareLoop:
     """Returns a guarded loop that starts where a plain one does.
 
     Args:
         optimizer: makes the optimizer, and its peak learning rate.
         folder: for incidents.
+        kind: `GuardedLoop` or `AttachedLoop`.
         options: of the guard.
     """
     make, lr = optimizer
     model = copy.deepcopy(bare.model)
-    return GuardedLoop(model, batches, make(model, lr), bf16=bare.bf16, folder=folder, **options)
+    return kind(model, batches, make(model, lr), bf16=bare.bf16, folder=folder, **options)

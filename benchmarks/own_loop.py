@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/own_loop.py --clock cpu                     on a machine shared with others
 
 The plain loop is bare.py. The guarded one is the same loop with `guard.step` in place of backward, clipping and update,
-once with `Guard(max_norm=1.0)` and once with `rollback=True` as well. Own time is measured as in own_time.py: what lies
+once with `Guard(max_norm=1.0)` and once with `rollback=True` as well. `attached` is the plain loop itself, with
+`Guard.attach`; with `--traced` also while every step is traced. Own time is measured as in own_time.py: what lies
 outside forward, backward and the optimizer, minus the same of the plain loop, over the plain step. `overhead.py
 --others` shows the guarded loop beside Lightning's and transformers' tools.
 """
@@ -16,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 from bare import BareLoop
-from guarded_loop import guarded_of
+from guarded_loop import AttachedLoop, guarded_of
 from jobs import SIZES
 from measuring import command_line, head, in_turns, machine, modes, quartiles, ratios, row, save, silence
 from overhead import OPTIMIZERS, bare_of, optimizer_of, started
@@ -25,11 +26,19 @@ from targets import judged
 
 from stabletrain.machine import hardware
 
-KINDS = {"guard": {}, "rollback": {"rollback": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "guard": {},
+    "rollback": {"rollback": True},
+    "attached": {"kind": AttachedLoop},
+}
 """Arguments of each guard."""
 
+TRACED = {"kind": AttachedLoop, "traced": True}
 
-def measured(folder: Path, overrides: tuple[str, ...], rounds: int, kind: str, *, bf16: bool) -> dict[str, Any]:
+
+def measured(
+    folder: Path, overrides: tuple[str, ...], rounds: int, kind: str, *, bf16: bool, kinds: dict[str, Any] = KINDS
+) -> dict[str, Any]:
     """Measures one model; returns the seconds of each part, loop and round, and the loops."""
     clock = {"wall": time.perf_counter, "cpu": time.process_time}[kind]
     run, optimizer = started(folder, overrides, ("off",))["off"], optimizer_of(overrides)
@@ -37,7 +46,7 @@ def measured(folder: Path, overrides: tuple[str, ...], rounds: int, kind: str, *
     batches = [run.job.data.load(step).to(run.job.device) for step in range(8)]
     loops |= {
         name: guarded_of(loops["bare"], batches, OPTIMIZERS[optimizer], folder / name, **options)
-        for name, options in KINDS.items()
+        for name, options in kinds.items()
     }
     run.close()
     parts = {name: Parts(loop.model, loop.optimizer, clock) for name, loop in loops.items()}
@@ -58,8 +67,10 @@ def main() -> None:
     """Measures a GPT and a ResNet, and prints one row for each, guard and precision."""
     parser = command_line(__doc__, 100)
     parser.add_argument("--only", default="", help="measure only models whose name contains this")
+    parser.add_argument("--traced", action="store_true", help="measure steps that are traced while they run, too")
     parser.add_argument("--tiny", action="store_true", help="tiny models, only to check that it runs")
     asked = parser.parse_args()
+    kinds = {**KINDS, "traced": TRACED} if asked.traced else KINDS
     device = hardware.choose_device("cpu")
     print(f"{machine(device)}, {asked.clock} time, {asked.rounds} rounds")
     print(head("model", "guard", "bare step", "own over step", "paired", "quartiles", "bare again"))
@@ -68,17 +79,18 @@ def main() -> None:
         for mode in modes(asked.precision, device) if asked.only in name else ():
             chosen = (*overrides, "device=cpu", f"precision={mode}", "compile=false")
             with tempfile.TemporaryDirectory() as folder, silence():
-                found = measured(Path(folder), chosen, asked.rounds, asked.clock, bf16=mode == "bf16")
+                found = measured(Path(folder), chosen, asked.rounds, asked.clock, bf16=mode == "bf16", kinds=kinds)
             bare = found["seconds"]["bare"]
             again = quartiles(ratios(found["seconds"]["bare again"], bare))[0]
-            for kind in KINDS:
+            for kind in kinds:
                 own = 1 + (mean(found["rest"][kind]) - mean(found["rest"]["bare"])) / mean(bare)
                 middle, low, high = quartiles(ratios(found["seconds"][kind], bare))
                 cells = (f"{1e3 * mean(bare):.1f} ms", f"**{own:.4f}**", f"{middle:.3f}", f"{low:.3f} - {high:.3f}")
                 print(row(f"{name}, {mode}", kind, *cells, f"{again:.3f}"), flush=True)
                 results.append({"model": name, "precision": mode, "guard": kind, "own": own, "paired": middle})
                 key = "own_loop/resnet" if "ResNet" in name else "own_loop/gpt"
-                values[key] = max(own, values.get(key, 0.0))
+                if kind in ("guard", "rollback"):
+                    values[key] = max(own, values.get(key, 0.0))
     print("\n" + judged(values, device, "own_loop/"))
     save(asked.json, device, results, values)
 

@@ -49,7 +49,8 @@ def told(inner: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(inner)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        # A call within a backward pass, as by activation checkpointing, is a part of it; so is one by another wrapper.
+        # A call within a backward pass, as by activation checkpointing, is a part of it; on a card it runs in another
+        # thread. So is a call by another function that stands above this one.
         within = torch._C._current_autograd_node() is not None or getattr(_THREAD, "told", False)
         if within or WeakHook.paused:
             return inner(tensors, grad_tensors, *args, **kwargs)
