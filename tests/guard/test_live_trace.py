@@ -158,6 +158,12 @@ def test_modes_of_the_loop_are_left_to_it(tmp_path):
     assert clean()
     (x, y), mode = batches(1)[0], Mode()
     loop.optimizer.zero_grad()
+    with Mode():  # around the forward pass
+        loss = loop.loss(x, y, "")
+    assert clean()
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
     loss = loop.loss(x, y, "")
     with mode:  # begins after the trace, and ends after it
         loss.backward()
