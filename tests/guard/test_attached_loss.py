@@ -179,6 +179,8 @@ def test_the_loss_is_what_the_loop_differentiates_and_is_computed_again_if_the_m
             scaler.update()
         assert guard.last.loss == loss
     assert guard.skips["spike"] == 1
+    assert guard.last.update > 0, "updates are measured"
+    assert guard._recorder.begun is None, "a rerun is no step of the loop"
     record = json.loads((guard.incidents[0].path / "diagnosis.json").read_text())
     assert record["replays"]["same"]["bitwise_equal_to_reading"] is (True if known else None)
     assert any("computes its loss itself" in each for each in record["not_looked_at"]) is not known
