@@ -17,7 +17,7 @@ from stabletrain.guard import backward_calls
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.loss_graph import ForwardCall, Root, mark
 from tests.guard.given import batches
-from tests.reliability.attached import FAULT, FAULTS, LOOPS, STEPS, run
+from tests.reliability.attached import FAULT, STEPS, run
 
 
 @dataclass
@@ -492,8 +492,8 @@ def test_an_attached_guard_withholds_and_says_what_guard_step_does(loop, fault, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", LOOPS)
-def test_an_attached_guard_does_what_guard_step_does_with_every_fault(loop):
-    found = {fault: check_both(loop, fault) for fault in FAULTS}
-    assert all(not skips and not alarms for skips, alarms in found["nothing"])
-    assert sum(any(skips or alarms for skips, alarms in each) for each in found.values()) >= 4
+@pytest.mark.parametrize("loop", ["language_model", "actor_critic", "gan"])
+def test_an_attached_guard_does_what_guard_step_does_with_other_loops_and_faults(loop):
+    found = {fault: check_both(loop, fault) for fault in ("nothing", "ignored_labels", "halved_weights")}
+    assert all(not skips and not alarms for skips, alarms in found.pop("nothing"))
+    assert all(any(skips or alarms for skips, alarms in each) for each in found.values())
