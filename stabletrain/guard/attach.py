@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from stabletrain.guard.backward_calls import listen
 from stabletrain.guard.checks.written import needs_closure
 from stabletrain.guard.evaluations import Evaluations
-from stabletrain.guard.backward_calls import listen
 from stabletrain.guard.gradients import unwrapped
 from stabletrain.guard.live_trace import LiveTrace
-from stabletrain.guard.loop_hooks import WeakHook
+from stabletrain.guard.loop_hooks import WeakHook, not_watched
 from stabletrain.guard.loss_graph import ForwardCall, Root, mark, note_scaled, tensors_in
 from stabletrain.guard.micro_batch import MicroBatch, versions
 from stabletrain.guard.rerun import BegunStep
@@ -261,16 +261,17 @@ class LoopRecorder:
                 with torch.enable_grad():
                     loss = closure()
             if self._decide(loss if isinstance(loss, Tensor) and loss.numel() == 1 else None):
-                self.run_own_step = lambda: inner(*args, **kwargs)
-                if closure is not None and needs_closure(optimizer):
-                    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-                    self.run_own_step = lambda: inner(Evaluations(parameters, loss, closure), *args, **kwargs)
-                    self.watching = False  # the forward calls of later evaluations belong to this step
-                try:
-                    with self._update():
-                        self.run_own_step()
-                finally:
-                    self.watching = True
+                parameters = [each for group in optimizer.param_groups for each in group["params"]]
+
+                def run() -> Any:
+                    if closure is None or not needs_closure(optimizer):
+                        return inner(*args, **kwargs)
+                    with not_watched():  # later evaluations belong to this step
+                        return inner(Evaluations(parameters, loss, closure), *args, **kwargs)
+
+                self.run_own_step = run
+                with self._update():
+                    run()
             return loss
 
         # A scheduler that was made before marks the step that it has wrapped, and warns if the mark is gone.

@@ -16,7 +16,7 @@ from stabletrain.guard.attach import LoopRecorder
 from stabletrain.guard.gradients import gradients, measure
 from stabletrain.guard.live_trace import TRACED_STEPS
 from stabletrain.guard.loop_guard import LoopGuard
-from stabletrain.guard.loop_hooks import WeakHook
+from stabletrain.guard.loop_hooks import not_watched
 from stabletrain.guard.micro_batch import MicroBatch
 from stabletrain.guard.own_loop import OwnLoop
 from stabletrain.guard.rerun import BegunStep
@@ -201,12 +201,12 @@ class AttachedGuard(LoopGuard):
     def _end(self, begun: BegunStep, reading: Reading) -> None:
         """Follows the verdict on the step, after its update was applied or held."""
         recorder, incidents = self._recorder, self._incidents
-        incidents.newest, WeakHook.paused = None, True  # forward calls of a rerun are not the loop's
+        incidents.newest = None
         try:
-            self._follow(begun, reading)
+            with not_watched():
+                self._follow(begun, reading)
         finally:
             self._end_step()
-            WeakHook.paused = False
             recorder.end_step()
         if reading.applied or self._loop.policy.kind != "nonfinite":
             return

@@ -1,6 +1,7 @@
 """Hooks by which an attached guard watches a loop."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any, ClassVar
 from weakref import WeakMethod
 
@@ -9,7 +10,7 @@ class WeakHook:
     """A hook of a module that does not keep its target alive, and does nothing in a copy of the module.
 
     Attributes:
-        paused: whether all hooks do nothing, because a guard runs a step again.
+        paused: whether all hooks do nothing; see `not_watched`.
     """
 
     paused: ClassVar[bool] = False
@@ -25,3 +26,13 @@ class WeakHook:
 
     def __reduce__(self) -> tuple:
         return WeakHook, ()  # for `copy.deepcopy` and `torch.save`
+
+
+@contextlib.contextmanager
+def not_watched() -> Generator[None]:
+    """A context in which no guard watches: what runs here belongs to a rerun, or to the optimizer's own step."""
+    before, WeakHook.paused = WeakHook.paused, True
+    try:
+        yield
+    finally:
+        WeakHook.paused = before
