@@ -33,6 +33,8 @@ PLACES = {
     "compare": "stabletrain.beside.comparison.api",
     "load": "stabletrain.api",
     "train": "stabletrain.api",
+    "load_ipython_extension": "stabletrain.beside.script.start",
+    "unload_ipython_extension": "stabletrain.beside.script.start",
 }
 """The module of each name. It is imported on first use: `python train.py --help` and refusals must not load torch."""
 

@@ -29,7 +29,7 @@ from stabletrain.errors import ConfigError
 
 BESIDE = "stabletrain.beside"
 
-COMMANDS = ("export", "compare", "losses", "forecast", "whatif", "sync", "wandb-report")
+COMMANDS = ("run", "export", "compare", "losses", "forecast", "whatif", "sync", "wandb-report")
 """The commands of `stabletrain` that `stabletrain/beside/` adds."""
 
 HORIZON = 500
@@ -188,12 +188,15 @@ class Command:
         add_arguments: adds its arguments to its parser.
         do: runs it with the parsed arguments.
         builds: whether it builds what a run's record names, so that it takes `--trust`.
+        take_over: runs it with the words after its name, in place of `do`, and returns the exit code of the process;
+            None if it does not run the user's own program.
     """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    do: Callable[[argparse.Namespace], None]
+    do: Callable[[argparse.Namespace], object]
     builds: bool = False
+    take_over: Callable[[Sequence[str]], int] | None = None
 
 
 def needs_beside(what: str, fix: str = "") -> ConfigError:

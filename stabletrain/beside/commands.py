@@ -1,5 +1,6 @@
 """The commands of `stabletrain` that work beside a run.
 
+stabletrain run script.py [args]                guard whatever a training script trains, without a changed line
 stabletrain export <run> --to hf                write a model for transformers, torchvision, ONNX or safetensors
 stabletrain compare <runs or sweeps>            compare runs in a table and on an HTML page
 stabletrain losses <runs> <file>                plot the runs' training losses, rollbacks included
@@ -14,6 +15,7 @@ import json
 from pathlib import Path
 
 from stabletrain.beside import wandb_report, wandb_sync
+from stabletrain.beside.script import command as script
 from stabletrain.errors import ConfigError
 from stabletrain.extension import Command
 from stabletrain.printable import say
@@ -173,6 +175,9 @@ def whatif(chosen: argparse.Namespace) -> None:
 
 
 COMMANDS = {
+    "run": Command(
+        "guard whatever a training script trains", script.add_arguments, script.run_script, take_over=script.run
+    ),
     "export": Command(
         "write a model for transformers, torchvision, ONNX or safetensors", add_export_arguments, export, builds=True
     ),

@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from stabletrain.cli.train import train_command
 
         exit_process(train_command(typed[1:]))
+    beside = extension().commands()
+    if typed and (known := beside.get(typed[0])) is not None and known.take_over is not None:
+        return known.take_over(typed[1:])
     from stabletrain.data import prepare
 
     own = {
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"stabletrain {stabletrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("train", help="train a model, or sweep with -m: what python train.py does", add_help=False)
-    for name, each in {**own, **extension().commands()}.items():
+    for name, each in {**own, **beside}.items():
         command = commands.add_parser(name, help=each.help)
         command.register("type", Path, typed_path)
         each.add_arguments(command)

@@ -34,7 +34,7 @@ from stabletrain.guard.gradients import unwrapped
 from stabletrain.guard.live_trace import LiveTrace
 from stabletrain.guard.loop_hooks import WeakHook, not_watched
 from stabletrain.guard.loss_graph import ForwardCall, Root, mark, note_scaled, tensors_in
-from stabletrain.guard.micro_batch import MicroBatch, versions
+from stabletrain.guard.micro_batch import MicroBatch, map_tensors, named_tensors, versions
 from stabletrain.guard.rerun import BegunStep
 from stabletrain.parallel.loop import innermost
 from stabletrain.records import GradNorms
@@ -85,16 +85,25 @@ class LoopRecorder:
         self.unclipped: GradNorms | None = None
         self.run_own_step: Callable[[], Any] = optimizer.step
         self._undo = [
-            model.register_forward_pre_hook(WeakHook(self._before_forward), with_kwargs=True).remove,
-            model.register_forward_hook(WeakHook(self._after_forward)).remove,
             replace_method(optimizer, "step", self._stepping),
             replace_method(optimizer, "zero_grad", self._dropping),
             listen(self),
             self.live.disarm,
         ]
+        self.record_calls_of(model)
         if scaler is not None:
-            self._undo.append(replace_method(scaler, "step", self._scaled_stepping))
-            self._undo.append(replace_method(scaler, "scale", self._scaling))
+            self.use_scaler(scaler)
+
+    def record_calls_of(self, module: nn.Module) -> None:
+        """Records the forward calls of the model, or of a part of it that the loop calls by itself."""
+        before, after = WeakHook(self._before_forward), WeakHook(self._after_forward)
+        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(module.register_forward_hook(after).remove)
+
+    def use_scaler(self, scaler: GradScaler) -> None:
+        """Judges a step when the scaler takes it, and sees the losses that it scales."""
+        self._undo.append(replace_method(scaler, "step", self._scaled_stepping))
+        self._undo.append(replace_method(scaler, "scale", self._scaling))
 
     def detach(self) -> None:
         """Leaves model, optimizer and scaler as they were."""
@@ -163,8 +172,10 @@ class LoopRecorder:
             self.begun, self.recorded = self._begin(), False
             self._forget_backward_calls()
         if not self.recorded and len(self.begun.micro_batches) < MAX_CALLS:
-            self._call = ForwardCall(module)
-            call = MicroBatch(self._call, {"args": args, "kwargs": dict(kwargs)})
+            self._call, given = ForwardCall(module), {"args": args, "kwargs": dict(kwargs)}
+            if any(tensor.grad_fn is not None for _, tensor in named_tensors(given)):  # the output of another part
+                given = map_tensors(lambda tensor: tensor.detach() if tensor.grad_fn is not None else tensor, given)
+            call = MicroBatch(self._call, given)
             self.begun.micro_batches.append(call)
             self.begun.versions += versions(call.batch)
 

@@ -129,6 +129,15 @@ class AttachedGuard(LoopGuard):
         """
         self._recorder.record(MicroBatch(closure, batch), loss)
 
+    def record_calls_of(self, module: nn.Module) -> None:
+        """Records the forward calls of a part of the model that the loop calls by itself."""
+        self._recorder.record_calls_of(module)
+
+    def use_scaler(self, scaler: GradScaler) -> None:
+        """Makes the loop's `GradScaler` known, if it was not when the guard was attached."""
+        self._loop.judge.precision = LoopScaled(self._loop.device, self._loop.optimizer, scaler)
+        self._recorder.use_scaler(scaler)
+
     def before_clipping(self) -> None:
         """Measures the gradients of a loop that is about to clip them: the step is judged by these norms.
 
