@@ -264,7 +264,8 @@ class LoopRecorder:
         """Returns the optimizer's new step."""
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-            optimizer._opt_called = True  # ty: ignore[missing-attribute]  a scheduler asks for it
+            if hasattr(inner, "_wrapped_by_lr_sched"):
+                optimizer._opt_called = True  # ty: ignore[missing-attribute]  the scheduler asks for it
             if self._judged:  # the scaler's step has judged it
                 return inner(*args, **kwargs) if closure is None else inner(closure, *args, **kwargs)
             loss = None

@@ -38,7 +38,7 @@ from stabletrain.guard.rerun import BegunStep
 from stabletrain.guard.samples import sample_count, without_samples
 from stabletrain.guard.subject import LoopSubject
 from stabletrain.monitors.rolling import Alarm
-from stabletrain.parallel.loop import ranks_of_loop
+from stabletrain.parallel.loop import ranks_of_loop, rebuild_buckets
 from stabletrain.records import GradNorms, LossTerms, RankPart, Reading, StepChecks, Verdict
 from stabletrain.several_optimizers import optimizers_of
 from stabletrain.tracking.tracker import NoTracker
@@ -64,6 +64,7 @@ class LoopStep(ReadStep):
     def investigate(self, kind: str, reading: Reading) -> IncidentSummary | None:
         """See `ReadStep`."""
         loop = self.loop
+        rebuild_buckets(loop.outer)
         subject = self._subject(reading)
         groups = [each.param_groups[0] for each in optimizers_of(loop.optimizer)]
         known = settings(loop.precision.name, groups, clips=loop.judge.clips, best_loss=loop.best_loss)
@@ -235,6 +236,8 @@ class LoopGuard:
         self._clipping = ScaledClipping()
         self._alternated_at: int | None = None  # own step before the newest step of another guard
         for each in optimizers_of(loop.optimizer):
+            if (older := guard_of(each)) is not None:
+                older.detach()
             _GUARDS[each] = ref(self)
             each.register_step_pre_hook(check_caller)
 
@@ -257,6 +260,9 @@ class LoopGuard:
         and the next step takes a new snapshot to go back to.
         """
         self._loop.state_replaced()
+
+    def detach(self) -> None:
+        """Leaves the loop alone; see `AttachedGuard`. The loop itself calls any other guard."""
 
     # ---- a step
 

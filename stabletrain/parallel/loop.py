@@ -86,6 +86,15 @@ def innermost(model: nn.Module) -> nn.Module:
     return model
 
 
+def rebuild_buckets(model: nn.Module) -> None:
+    """Makes DDP group the gradients anew now, which it does once, in the forward pass after the first backward pass.
+
+    All ranks take part in this: a rank that ran its forward pass alone, to explain the first step, would wait for ever.
+    """
+    for wrapper in wrappers(model):
+        wrapper.reducer._rebuild_buckets()
+
+
 def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     """Returns the DDP wrappers around and inside a model."""
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]

@@ -21,6 +21,9 @@ LOG = logging.getLogger("stabletrain")
 
 ROOT = str(Path(__file__).parents[3])
 
+MAKES_ONE = "stabletrain.guard.checks.written"
+"""Makes an optimizer when it is imported, to see its attributes."""
+
 IN_CHILD = """
 import sys
 sys.path.append({root!r})
@@ -143,6 +146,8 @@ def _begin(options: dict[str, Any]) -> None:
 
     def first(optimizer: Optimizer) -> None:
         inner(optimizer)
+        if MAKES_ONE in sys.modules and not hasattr(sys.modules[MAKES_ONE], "GIVEN_TO_ALL"):
+            return  # the script is importing the guard
         unwatch()
         # The guard is loaded with the first optimizer: a script that trains nothing does not wait for it.
         from stabletrain.beside.script.watch import Watch
