@@ -70,12 +70,21 @@ MAY_SEE = {
     "beside/export": NOUNS | {"checkpoint", "config", "data", "models", "trainer", "weights"},
     "beside/faults": NOUNS | {"checkpoint", "extension", "tracking"},
     "beside/forecast": NOUNS | {"beside/comparison", "config", "extension", "forensics", "tracking"},
+    "beside/script": NOUNS | {"guard", "guard/checks", "parallel"},
     "beside/slurm": NOUNS | {"beside/sweep", "cli", "config", "data", "machine", "parallel", "tracking"},
     "beside/sweep": NOUNS | {"cli", "config", "extension", "machine", "parallel", "tracking"},
     "beside/whatif": NOUNS
     | {"beside/comparison", "checkpoint", "config", "data", "machine", "parallel", "tracking", "trainer"},
     "beside": NOUNS
-    | {"beside/comparison", "beside/export", "beside/forecast", "beside/slurm", "beside/sweep", "beside/whatif"}
+    | {
+        "beside/comparison",
+        "beside/export",
+        "beside/forecast",
+        "beside/script",
+        "beside/slurm",
+        "beside/sweep",
+        "beside/whatif",
+    }
     | {"config", "extension", "tracking"},
     "adapters": {"beside/adapters"},
     "__main__": {"cli"},
@@ -115,6 +124,7 @@ TORCH_FREE += ["weights/place"]
 TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved")]
 TORCH_FREE += ["config/composed", "config/resuming", "config/rules"]
 TORCH_FREE += [f"beside/sweep/{name}" for name in ("lines", "member", "plan", "running")]
+TORCH_FREE += ["beside/script/command", "beside/script/start"]
 TORCH_FREE += ["beside/commands", "beside/extension", "beside/wandb_report", "beside/wandb_sync"]
 
 

@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `run`. Everything after the script is the script's own."""
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "stabletrain run [-h] [--folder FOLDER] [--rollback] [--max-incidents N] [-m] script [args ...]"
+    parser.usage = (
+        "stabletrain run [-h] [--folder FOLDER] [--rollback] [--max-incidents N] [--loss KIND] [-m] script [args ...]"
+    )
     parser.add_argument("--folder", default="incidents", help="where incidents are written (default: %(default)s)")
     parser.add_argument(
         "--rollback", action="store_true", help="keep snapshots, and go back to one if skipping does not help"
@@ -51,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         default=10,
         help="how many incidents are explained, 0 for none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--loss",
+        choices=("minimized", "policy", "adversarial"),
+        default="minimized",
+        help="what the losses are; a trend of the other two is no alarm (default: %(default)s)",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="a Python file; with -m the name of a module")
@@ -77,7 +85,8 @@ def run_script(chosen: argparse.Namespace) -> int:
         why = f"[Errno {error.errno}] {error.strerror}"  # in Python's words, and with its exit code
         say(f"stabletrain run: can't open file {error.filename!r}: {why}", file=sys.stderr)
         return 2
-    start(folder=os.path.abspath(chosen.folder), max_incidents=chosen.max_incidents, rollback=chosen.rollback)
+    options = {name: getattr(chosen, name) for name in ("max_incidents", "rollback", "loss")}
+    start(folder=os.path.abspath(chosen.folder), **options)
     set_path(chosen.script, is_module=chosen.module)
     sys.argv = ["-m" if chosen.module else chosen.script, *chosen.words]
     main = sys.modules["__main__"] = ModuleType("__main__")

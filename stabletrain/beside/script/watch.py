@@ -84,6 +84,8 @@ class Watch:
         """Ends the watch for the model of an optimizer."""
         if watched in self._waiting:
             self._waiting.remove(watched)
+        if not self._waiting:
+            self._watch_calls(False)
 
     def name_of(self, model: nn.Module) -> str:
         """Returns a name for the guard of a model; empty if nothing else is trained."""

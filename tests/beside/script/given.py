@@ -131,7 +131,6 @@ class Tensors(Plain):
         torch.manual_seed(0)
         self.weight, self.bias = torch.randn(4, CLASSES, requires_grad=True), torch.zeros(CLASSES, requires_grad=True)
         self.optimizer = torch.optim.RMSprop([self.weight, self.bias], lr=1e-2)
-        self.holder = nn.ParameterList()
         self.parts = [self, self.optimizer]
 
     def state_dict(self):
