@@ -340,6 +340,18 @@ def replace_method(
     return undo
 
 
+def notice_steps(optimizer: Optimizer, replaced: Callable[[], bool]) -> None:
+    """Calls `replaced` before each step of an optimizer; if it returns that `step` is another one now, this runs."""
+
+    def noticing(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return optimizer.step(*args, **kwargs) if replaced() else inner(*args, **kwargs)
+
+        return step
+
+    replace_method(optimizer, "step", noticing)
+
+
 def calls_of(begun: BegunStep) -> list[ForwardCall]:
     """Returns the recorded forward calls of a step; none if the loop records its micro-batches itself."""
     return [each.closure for each in begun.micro_batches if isinstance(each.closure, ForwardCall)]

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from stabletrain.beside.script.model import model_of
 from stabletrain.beside.script.updates import CheckedUpdates
 from stabletrain.errors import ConfigError
-from stabletrain.guard.attach import replace_method
+from stabletrain.guard.attach import notice_steps, replace_method
 from stabletrain.guard.gradients import unwrapped
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.loop_guard import guard_of
@@ -169,7 +169,7 @@ class WatchedOptimizer:
         self._guard: Any = None
         self._recorded: list[nn.Module] = []
         self._scalers: list[GradScaler] = []
-        replace_method(optimizer, "step", self._stepping)
+        notice_steps(optimizer, self._before_step)
 
     def notice_call(self, module: nn.Module, held: set[int]) -> None:
         """Notices that the script calls a module.
@@ -202,22 +202,18 @@ class WatchedOptimizer:
         self._guard.use_scaler(scaler)
         return True
 
-    def _stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a `step` which makes sure, at its first call, that the optimizer is guarded or named."""
-
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self._stepped:
-                if not can_train(optimizer):
-                    return inner(*args, **kwargs)
-                if not self._settled:
-                    self._settle(optimizer)
-                    return optimizer.step(*args, **kwargs)  # the guard's, which comes here again
-                self._stepped = True
-                self._watch.forget(self)
-                self._recorded.clear()
-            return inner(*args, **kwargs)
-
-        return step
+    def _before_step(self) -> bool:
+        """Guards or names the optimizer, at the latest at its first step; returns whether `step` is a new one."""
+        optimizer = self._optimizer()
+        if self._stepped or optimizer is None or not can_train(optimizer):
+            return False
+        if not self._settled:
+            self._settle(optimizer)
+            return True  # the guard's step comes here again
+        self._stepped = True
+        self._watch.forget(self)
+        self._recorded.clear()
+        return False
 
     def _settle(self, optimizer: Optimizer, model: nn.Module | None = None) -> None:
         """Attaches a guard, or says why there is none.

@@ -35,6 +35,8 @@ def test_a_healthy_script_trains_to_the_same_bits_and_nothing_is_said(kind, begi
     found, loop = train(kind)
     guards = [guard_of(part) for part in loop.parts if isinstance(part, torch.optim.Optimizer)]
     assert [guard.last.step for guard in guards] == [9] * len(guards)
+    reasons = [guard._loop.policy.update_check.why(guard._loop.optimizer) for guard in guards]
+    assert not any("replaced" in reason for reason in reasons), "the watch itself costs no copies"
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl, "calls are watched until each optimizer has stepped"
     stop()
     assert same(found, train(kind)[0])
