@@ -76,9 +76,13 @@ class Watch:
     def notice(self, optimizer: Optimizer) -> None:
         """Notices an optimizer."""
         if optimizer not in self._watched:
-            self._watched[optimizer] = watched = WatchedOptimizer(self, optimizer)
-            self._waiting.append(watched)
-            self._watch_calls(True)
+            self._watched[optimizer] = WatchedOptimizer(self, optimizer)
+            self.wait_for(self._watched[optimizer])
+
+    def wait_for(self, watched: "WatchedOptimizer") -> None:
+        """Waits until a model of the optimizer is called."""
+        self._waiting.append(watched)
+        self._watch_calls(True)
 
     def forget(self, watched: "WatchedOptimizer") -> None:
         """Ends the watch for the model of an optimizer."""
@@ -167,6 +171,7 @@ class WatchedOptimizer:
         self._watch, self._optimizer = watch, ref(optimizer)
         self._settled, self._stepped = False, False  # `_settled`: it has a guard, or cannot have one
         self._guard: Any = None
+        self._outgrown = False  # the optimizer holds a parameter now that is not in the guard's model
         self._recorded: list[nn.Module] = []
         self._scalers: list[GradScaler] = []
         notice_steps(optimizer, self._before_step)
@@ -205,6 +210,9 @@ class WatchedOptimizer:
     def _before_step(self) -> bool:
         """Guards or names the optimizer, at the latest at its first step; returns whether `step` is a new one."""
         optimizer = self._optimizer()
+        if self._outgrown:
+            self._watch_again()
+            return False
         if self._stepped or optimizer is None or not can_train(optimizer):
             return False
         if not self._settled:
@@ -215,6 +223,21 @@ class WatchedOptimizer:
         self._recorded.clear()
         return False
 
+    def _find(self, find: Callable[[], bool]) -> bool:
+        """Finds the trained parameters as the guard does; the script may have added some that are not in its model."""
+        try:
+            return find()
+        except ConfigError:
+            self._outgrown = True
+            return False
+
+    def _watch_again(self) -> None:
+        """Detaches the guard after the present step; the next one gets another model and another guard."""
+        self._guard.detach()
+        self._settled = self._stepped = self._outgrown = False
+        self._scalers.clear()
+        self._watch.wait_for(self)
+
     def _settle(self, optimizer: Optimizer, model: nn.Module | None = None) -> None:
         """Attaches a guard, or says why there is none.
 
@@ -222,7 +245,10 @@ class WatchedOptimizer:
             model: the module that is called, if it holds all parameters.
         """
         self._settled = True
-        if guard_of(optimizer) is not None:  # the script has made one itself, as the callbacks for libraries do
+        if guard_of(optimizer) not in (
+            None,
+            self._guard,
+        ):  # the script has made one itself, as the callbacks for libraries do
             self._watch.forget(self)
             return
         model = model_of(parameters_of(optimizer)) if model is None else model
@@ -236,6 +262,8 @@ class WatchedOptimizer:
             self._only_check(model, optimizer, f"{kind}{error}")
             return
         self._recorded.append(model)
+        trained = self._guard._loop.trained
+        vars(trained)["find"] = functools.partial(self._find, trained.find)
         if not type(optimizer).step.__module__.startswith("torch.optim."):
             replace_method(optimizer, "step", functools.partial(self._without_closure, model))
 

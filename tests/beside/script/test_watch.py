@@ -14,7 +14,7 @@ from stabletrain.beside.script.start import start, stop
 from stabletrain.guard.guard import Guard
 from stabletrain.guard.loop_guard import guard_of
 from tests.beside.script.given import KINDS, Adversarial, Plain, TwoNetworks, train
-from tests.guard.given import batches, bits, network, same
+from tests.guard.given import CLASSES, batches, bits, network, same
 
 
 @pytest.fixture
@@ -206,6 +206,32 @@ def test_a_copy_of_model_and_optimizer_gets_a_guard_of_its_own(begin):
     of_twin.step()
     assert guard_of(of_twin) not in (None, guard_of(optimizer))
     assert same(before, bits(model))
+
+
+class Grows(Plain):
+    """The optimizer gets a second network's parameters after two steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.head = nn.Linear(CLASSES, CLASSES)
+        self.parts, self.steps = [self.model, self.optimizer, self.head], 0
+
+    def loss(self, x, y):
+        self.steps += 1
+        if self.steps == 3:
+            self.optimizer.add_param_group({"params": self.head.parameters()})
+        return F.cross_entropy(self.head(self.model(x)), y)
+
+
+def test_parameters_of_another_network_that_are_added_later_are_guarded_from_the_next_step_on(begin):
+    begin()
+    found, loop = train(Grows, bad=(6,))
+    guard = guard_of(loop.optimizer)
+    assert guard.skips["nonfinite"] == 1
+    assert len(guard._loop.parameters) == 10
+    stop()
+    assert same(found, train(Grows, held=(6,))[0])
 
 
 def test_a_schedule_made_late_warns_as_without_the_guard(begin):
