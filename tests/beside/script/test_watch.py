@@ -234,6 +234,21 @@ def test_parameters_of_another_network_that_are_added_later_are_guarded_from_the
     assert same(found, train(Grows, held=(6,))[0])
 
 
+def test_an_optimizer_whose_parameters_are_frozen_at_first_is_guarded_when_they_train(begin, capsys):
+    begin()
+    model = network()
+    model.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (x, y), *_ = batches(1)
+    model(x)
+    optimizer.step()
+    model.requires_grad_(True)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert guard_of(optimizer).last.applied
+    assert capsys.readouterr().err == ""
+
+
 def test_a_schedule_made_late_warns_as_without_the_guard(begin):
     begin()
     model = network()
