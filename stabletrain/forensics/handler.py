@@ -55,12 +55,10 @@ class NoIncidentHandler:
 
     Attributes:
         newest: the guard's kind (`spike` ...) of the newest skipped step that was investigated; set by the caller.
-        unfinished: folder of the incident whose step is taken again, so that its result is unknown; set by the caller.
         found: the incidents of this process, oldest first.
     """
 
     newest = ""
-    unfinished: Path | None = None
 
     def __init__(self) -> None:
         self.found: list[IncidentSummary] = []

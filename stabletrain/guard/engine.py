@@ -106,7 +106,7 @@ def explain_held(step: ReadStep, verdict: Verdict) -> Verdict:
             newly_filed, handler.newest = incident, guard.kind
     if guard.may_keep and verdict is judged:
         verdict = keep_the_rest(step, verdict)
-        handler.unfinished = None if newly_filed is None else newly_filed.path
+        guard.unfinished = None if newly_filed is None else newly_filed.path
     if newly_filed is not None or verdict is Verdict.KEEP:
         return verdict
     count = guard.skips[guard.kind]

@@ -46,6 +46,6 @@ def report_kept(step: ReadStep) -> None:
     tracker.event("kept", step.number, tick=step.tick, **fields)
     if is_round(guard.kept_steps):
         tracker.note(f"step {step.number}: {guard.reason}; applied without {samples} (number {guard.kept_steps})")
-    page, step.handler.unfinished = step.handler.unfinished, None
+    page, step.guard.unfinished = step.guard.unfinished, None
     if page is not None and step.parallel.ranks.is_main:
         add_to_report(page, f"The rest of the step was applied, without {samples}: loss {reading.loss:.6g}.")

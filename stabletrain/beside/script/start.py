@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stabletrain.printable import printable
+from stabletrain.printable import say
 
 LOG = logging.getLogger("stabletrain")
 
@@ -39,7 +39,7 @@ class LinesOnStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a line."""
-        print(f"stabletrain: {printable(record.getMessage())}", file=sys.stderr, flush=True)
+        say(f"stabletrain: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from stabletrain.beside.slurm.script import Job, script
 from stabletrain.beside.sweep.plan import status_of
 from stabletrain.cli import hydra_patches
 from stabletrain.cli.finished import FINAL_STATUSES
-from stabletrain.cli.own_folder import create_unique, unused
+from stabletrain.cli.own_folder import unused
 from stabletrain.config import trust
 from stabletrain.config.arguments import (
     Arguments,
@@ -36,11 +37,10 @@ def main() -> int:
         check_checkout("submit with its slurm/launch.sh")
         request = read_request(sys.argv[1:])
         cards = [read_cluster(request.cluster, name) for name in request.cards]
-        jobs, runs = plan_jobs(request, cards)
+        jobs, runs, scripts = planned(request, cards)
         if not jobs:
             say(f"every run in {runs.folder} is done: there is nothing to continue", file=sys.stderr)
             return 0
-        scripts = [script(job, request) for job in jobs]
         for note in [*environment_notes(cards), *runs.notes]:
             say(note, file=sys.stderr)
         if request.dry_run:
@@ -57,25 +57,43 @@ def main() -> int:
     return 0
 
 
+def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs, list[str]]:
+    """Returns the jobs, their runs and their scripts. Creates a new folder that is named by the time.
+
+    Another launch may take that name in the meantime: then the jobs are planned anew, with the next one.
+
+    Raises:
+        ConfigError: see `plan_jobs`; or there is no Slurm here.
+    """
+    while True:
+        jobs, runs = plan_jobs(request, cards)
+        scripts = [script(job, request) for job in jobs]
+        if jobs and not request.dry_run and not has_slurm():
+            raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
+        if not runs.by_time or not jobs or request.dry_run:
+            return jobs, runs, scripts
+        with suppress(FileExistsError):
+            runs.folder.mkdir(parents=True)
+            return jobs, runs, scripts
+
+
 def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     """Returns one job per GPU type, in the runs' folder, or in one subfolder per GPU type if there are several.
 
     Of a sweep that is continued with the settings it has, leaves out the runs that are done. A new folder that is named
-    by the time is created here, unless this is a dry run, so that no other launch of the same second has it.
+    by the time gets a name that is free.
 
     Raises:
-        ConfigError: a run's configuration is invalid, its folder is taken, or there is no Slurm here.
+        ConfigError: a run's configuration is invalid, or its folder is taken.
     """
     arguments, folder, same = resumed_arguments(request)
     resumed = [] if folder is None else [folder / card.name for card in cards] if len(cards) > 1 else [folder]
     processes = {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards}
     runs = expand(arguments, processes, resumed)
-    if not request.dry_run and not has_slurm():
-        raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
     if folder is not None:
-        runs = runs._replace(folder=folder)
+        runs = runs._replace(folder=folder, by_time=False)
     elif runs.by_time:
-        runs = runs._replace(folder=(unused if request.dry_run else create_unique)(runs.folder))
+        runs = runs._replace(folder=unused(runs.folder))
     options = [option for option in arguments.options if option != "-m"]
     jobs = []
     for card in cards:

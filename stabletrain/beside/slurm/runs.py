@@ -42,7 +42,7 @@ class Runs(NamedTuple):
 
     Attributes:
         folder: the run folder, or the sweep's folder.
-        by_time: whether that folder is named by the time, and not by the user.
+        by_time: whether that folder is a new one that is named by the time, and not by the user.
         overrides: overrides of each run.
         record: what Hydra writes to `multirun.yaml` for a sweep; None for a single run.
         notes: lines to print before submitting.

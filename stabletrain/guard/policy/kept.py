@@ -41,6 +41,7 @@ class KeepingGuard(RetryingGuard):
         kept_steps: number of steps that were applied without some of their samples.
         samples_left_out: number of those samples, over all ranks.
         left_out: number of those samples in the step that was judged last.
+        unfinished: folder of the incident whose step is taken again, so that its result is unknown.
     """
 
     keep: str = "none"

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class NoGuard:
         consecutive: always 0.
         escalate: what happens after a halt: always `halt`, the run ends.
         kept_steps, samples_left_out, left_out: always 0.
+        unfinished: always None.
         states, state_check, update_check, recheck: the parts that a guard is composed of; here all do nothing.
     """
 
@@ -49,6 +51,7 @@ class NoGuard:
     kept_steps: int = 0
     samples_left_out: int = 0
     left_out: int = field(init=False, repr=False, default=0)
+    unfinished: Path | None = field(init=False, repr=False, default=None)
     states = NoRetainedStates()
     state_check: NoStateCheck = field(init=False, repr=False, compare=False, default_factory=NoStateCheck)
     update_check: NoUpdateCheck = field(init=False, repr=False, compare=False, default_factory=NoUpdateCheck)
