@@ -13,6 +13,8 @@ ELSEWHERE = {
     "guard_actor_critic.py": "tests/guard/test_loop_programs.py",
     "guard_lbfgs.py": "tests/guard/test_loop_programs.py",
     "guard_by_hand.py": "tests/guard/test_loop_programs.py",
+    "guard_gan.py": "tests/guard/test_loop_programs.py",
+    "guard_logits_and_loss.py": "tests/guard/test_loop_programs.py",
     "guard_lightning.py": "tests/beside/adapters/test_lightning.py",
     "guard_transformers.py": "tests/beside/adapters/test_transformers.py",
     "regression.py": "tests/test_examples_objectives.py",
