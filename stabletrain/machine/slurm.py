@@ -4,8 +4,10 @@ They run in sessions of their own, so that Ctrl-C reaches only this process: a s
 """
 
 import os
+import re
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from stabletrain.errors import StabletrainError
@@ -54,6 +56,14 @@ def states() -> dict[tuple[str, int], str]:
     lines = run_slurm("squeue", "-h", "-r", *user, "-o", "%F %K %T").splitlines()
     words = [line.split() for line in lines]
     return {(job, int(task)): state for job, task, state in words if task.isdecimal()}
+
+
+def max_array_size() -> int | None:
+    """Returns how many tasks an array may have, numbered from 0; None if Slurm does not say."""
+    with suppress(StabletrainError):
+        found = re.search(r"^MaxArraySize\s*=\s*(\d+)", run_slurm("scontrol", "show", "config"), re.MULTILINE)
+        return None if found is None else int(found[1])
+    return None
 
 
 def run_slurm(*command: str) -> str:

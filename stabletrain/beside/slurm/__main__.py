@@ -25,7 +25,7 @@ from stabletrain.config.arguments import (
     sweep_arguments,
 )
 from stabletrain.errors import ConfigError, StabletrainError
-from stabletrain.machine.slurm import has_slurm, sbatch
+from stabletrain.machine.slurm import has_slurm, max_array_size, sbatch
 from stabletrain.printable import say
 from stabletrain.tracking.metrics import replace
 
@@ -70,11 +70,27 @@ def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs, list[
         scripts = [script(job, request) for job in jobs]
         if jobs and not request.dry_run and not has_slurm():
             raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
+        if not request.dry_run:
+            check_array_size(jobs)
         if not runs.by_time or not jobs or request.dry_run:
             return jobs, runs, scripts
         with suppress(FileExistsError):
             runs.folder.mkdir(parents=True)
             return jobs, runs, scripts
+
+
+def check_array_size(jobs: list[Job]) -> None:
+    """Checks that Slurm takes arrays with these tasks.
+
+    Raises:
+        ConfigError: it does not; the message says how many it takes.
+    """
+    last = max((number for job in jobs for number in job.tasks or ()), default=0)
+    if last and (most := max_array_size()) is not None and last >= most:
+        raise ConfigError(
+            f"a sweep of {last + 1:,} runs is above this cluster's MaxArraySize, {most:,}: submit parts of at most "
+            f"that many runs, such as seed=range(0,{most}) and then seed=range({most},{last + 1})"
+        )
 
 
 def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
@@ -89,7 +105,7 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     arguments, folder, same = resumed_arguments(request)
     resumed = [] if folder is None else [folder / card.name for card in cards] if len(cards) > 1 else [folder]
     processes = {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards}
-    runs = expand(arguments, processes, resumed)
+    runs = expand(arguments, processes, resumed, skip_unsupported=request.skip_unsupported)
     if folder is not None:
         runs = runs._replace(folder=folder, by_time=False)
     elif runs.by_time:
@@ -98,7 +114,8 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     jobs = []
     for card in cards:
         where = runs.folder / card.name if len(cards) > 1 else runs.folder
-        tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in FINAL_STATUSES)]
+        numbers = [n for n in range(len(runs.overrides)) if n not in runs.left_out.get(card.name, ())]
+        tasks = [n for n in numbers if not (same and status_of(where / str(n)) in FINAL_STATUSES)]
         jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
     jobs = [job for job in jobs if job.folders]
     key = "hydra.sweep.dir" if arguments.sweeps else "hydra.run.dir"

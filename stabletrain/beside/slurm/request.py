@@ -176,13 +176,15 @@ class Request:
         cards: sections of cluster.conf; several only with a sweep.
         nodes: number of nodes of each run.
         gpus: GPUs per node; None for cluster.conf's value.
-        time, partition, account: as Slurm takes them; None for cluster.conf's values.
+        time, partition, account, qos: as Slurm takes them; None for cluster.conf's values.
+        dependency: of the jobs, as Slurm takes it, such as `afterok:17`; None for none.
         name: the jobs' name.
         parallel_jobs: how many runs of an array may run at once; None for Slurm's own limit.
         max_requeues: how many times a job may requeue.
         dry_run: print the scripts and submit nothing.
         cluster: path of the cluster's configuration.
         arguments: what is passed on to `train.py`.
+        skip_unsupported: whether to leave out the runs of a sweep that a GPU type cannot do.
     """
 
     cards: Sequence[str]
@@ -191,18 +193,21 @@ class Request:
     time: str | None
     partition: str | None
     account: str | None
+    qos: str | None
+    dependency: str | None
     name: str
     parallel_jobs: int | None
     max_requeues: int
     dry_run: bool
     cluster: Path
     arguments: Arguments
+    skip_unsupported: bool = False
 
     @classmethod
     def of(cls, typed: argparse.Namespace, **more: Any) -> "Request":
         """Returns the request of a parsed command line, and of `more`, which takes precedence."""
         found = vars(typed) | more
-        return cls(**{field.name: found[field.name] for field in fields(cls)})
+        return cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
 
     def processes(self, customary: str) -> int:
         """Returns the number of processes per node, one per GPU; `customary` is cluster.conf's number."""
@@ -212,7 +217,7 @@ class Request:
         """Returns the `launch.sh` options that request one run on this GPU type."""
         asked: dict[str, object] = {"--gpu": card, "--nodes": self.nodes if self.nodes > 1 else None}
         asked |= {"--gpus-per-node": self.gpus}
-        asked |= {"--time": self.time, "--partition": self.partition, "--account": self.account}
+        asked |= {"--time": self.time, "--partition": self.partition, "--account": self.account, "--qos": self.qos}
         asked |= {"--cluster": None if self.cluster == CLUSTER else Path(os.path.realpath(self.cluster))}
         return [word for name, value in asked.items() if value is not None for word in (name, str(value))]
 
@@ -275,6 +280,9 @@ def parser() -> Parser:
     made.add_argument("--gpus-per-node", dest="gpus", type=one, metavar="G", help="GPUs per node (cluster.conf)")
     add_job_options(made)
     made.add_argument("--parallel-jobs", type=one, metavar="N", help="with -m: parallel runs per GPU type")
+    made.add_argument(
+        "--skip-unsupported", action="store_true", help="with -m: leave out runs that a GPU type cannot do"
+    )
     made.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
     made.add_argument("-m", "--multirun", action="store_true", help="every combination of comma-separated values")
     for long, short in CONFIG_OPTIONS.items():  # passed on to `train.py`
@@ -288,6 +296,8 @@ def add_job_options(to: argparse._ActionsContainer) -> None:
     to.add_argument("--time", metavar="LIMIT", help="of one start, in Slurm's format (cluster.conf)")
     to.add_argument("--partition", metavar="NAME", help="(cluster.conf)")
     to.add_argument("--account", metavar="NAME", help="(cluster.conf)")
+    to.add_argument("--qos", metavar="NAME", help="(cluster.conf)")
+    to.add_argument("--dependency", metavar="LIST", help="of other jobs, such as afterok:17")
     to.add_argument("--name", default="stabletrain", metavar="NAME", help="job name (stabletrain)")
     to.add_argument(
         "--max-requeues", type=at_least(0), default=100, metavar="N", help="limit on requeues of a job (100)"
@@ -313,6 +323,8 @@ def read_request(typed: Sequence[str]) -> Request:
         raise ConfigError(
             f"--parallel-jobs {found.parallel_jobs}: without -m there is one job: leave it out, or add -m"
         )
+    if found.skip_unsupported and not found.multirun:
+        raise ConfigError("--skip-unsupported: without -m there is one run: leave it out, or add -m")
     options = ["-m"] if found.multirun else []
     for long in CONFIG_OPTIONS:
         for value in getattr(found, long[2:].replace("-", "_")) or []:

@@ -7,6 +7,7 @@ checked as `train.py` does, so a mistake is reported in seconds instead of after
 import glob
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hydra import compose
@@ -37,6 +38,13 @@ WITHOUT_FP8 = {"a100": (8, 0), "a30": (8, 0), "a10": (8, 6), "a40": (8, 6), "a60
 """GPU types with bf16 but without fp8, which `precision=fp8` emulates: compute capability below 8.9."""
 
 
+WITH_BF16 = frozenset({*WITHOUT_FP8, "h100", "h200", "b200"})
+"""GPU types on which `precision=auto` is bf16."""
+
+NAMED = 3
+"""Maximum number of runs that a line names."""
+
+
 class Runs(NamedTuple):
     """The runs to submit.
 
@@ -46,6 +54,7 @@ class Runs(NamedTuple):
         overrides: overrides of each run.
         record: what Hydra writes to `multirun.yaml` for a sweep; None for a single run.
         notes: lines to print before submitting.
+        left_out: for each GPU type, the numbers of the runs that are not queued on it.
     """
 
     folder: Path
@@ -53,15 +62,23 @@ class Runs(NamedTuple):
     overrides: list[list[str]]
     record: DictConfig | None
     notes: list[str]
+    left_out: Mapping[str, frozenset[int]] = MappingProxyType({})
 
 
-def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> Runs:
+class Unsupported(ConfigError):
+    """A GPU type cannot do a run."""
+
+
+def expand(
+    arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = (), *, skip_unsupported: bool = False
+) -> Runs:
     """Expands a command line into runs and checks that each composes and can run on the GPUs.
 
     Args:
         arguments: the arguments of `train.py`, without `resume`.
         cards: processes per run, by GPU type.
         resumed: the folders of the runs that are continued: the run folder, or the sweep's, for each GPU type.
+        skip_unsupported: whether runs of a sweep that a GPU type cannot do are left out on it.
 
     Raises:
         ConfigError: a run is invalid, or changes what a resume cannot; the message says what is wrong, and in a sweep,
@@ -71,10 +88,12 @@ def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Pat
         if not arguments.sweeps:
             run, notes = checked_run(name, arguments.overrides, cards, resumed)
             return Runs(Path(run.dir), named_by_time(run), [arguments.overrides], None, notes)
-        return sweep_runs(name, arguments, cards, resumed)
+        return sweep_runs(name, arguments, cards, resumed, skip_unsupported)
 
 
-def sweep_runs(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path]) -> Runs:
+def sweep_runs(
+    name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path], skip_unsupported: bool
+) -> Runs:
     """Expands and checks the runs of a sweep."""
     found = grid(name, arguments.overrides)
     sweep, runs = found.cfg, found.runs
@@ -89,15 +108,48 @@ def sweep_runs(name: str, arguments: Arguments, cards: Mapping[str, int], resume
     hydras = [override for override in hydras if not key_of(override).startswith("hydra.sweep")]
     runs = [[*hydras, *run] for run in runs]
     said: dict[str, None] = {}
+    unsupported: dict[str, list[int]] = {card: [] for card in cards}
     for number, run in enumerate(runs):
-        try:
-            with explained(arguments, conf_folder()):
-                _, notes = checked_run(name, run, cards, [folder / str(number) for folder in resumed])
-        except ConfigError as error:
-            raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {error}") from error
-        said |= dict.fromkeys(notes)
+        each = [{card: count} for card, count in cards.items()] if skip_unsupported else [cards]
+        for some in each:
+            try:
+                with explained(arguments, conf_folder()):
+                    _, notes = checked_run(name, run, some, [folder / str(number) for folder in resumed])
+            except Unsupported as error:
+                if not skip_unsupported:
+                    more = "; --skip-unsupported leaves out such runs and queues the others"
+                    raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {error}{more}") from error
+                unsupported[next(iter(some))].append(number)
+            except ConfigError as error:
+                raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {error}") from error
+            else:
+                said |= dict.fromkeys(notes)
+    twice = {card: same_runs(card, runs) for card in cards}
+    for card, numbers in unsupported.items():
+        for what, found in (("which it cannot do", numbers), ("equal to others there", twice[card])):
+            said |= dict.fromkeys(left_out_note(card, what, found, runs))
+    left_out = {card: frozenset([*unsupported[card], *twice[card]]) for card in cards}
+    if all(len(left_out[card]) == len(runs) for card in cards):
+        raise ConfigError(f"--gpu {','.join(cards)}: none of the {len(runs)} runs can be done there")
     place = sweep.hydra.sweep
-    return Runs(Path(place.dir), named_by_time(place), runs, sweep, list(said))
+    return Runs(Path(place.dir), named_by_time(place), runs, sweep, list(said), left_out)
+
+
+def same_runs(card: str, runs: Sequence[Sequence[str]]) -> list[int]:
+    """Returns the runs with `precision=auto` beside which another one names the precision that it chooses there."""
+    chosen = "precision=fp16" if card in BEFORE_AMPERE else "precision=bf16" if card in WITH_BF16 else None
+    known = {tuple(run) for run in runs}
+    named = [tuple(str(chosen) if word == "precision=auto" else word for word in run) for run in runs]
+    return [number for number, run in enumerate(runs) if "precision=auto" in run and chosen and named[number] in known]
+
+
+def left_out_note(card: str, what: str, numbers: Sequence[int], runs: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a line that names runs that are not queued; none if there are none."""
+    if not numbers:
+        return []
+    named = [f"{number} ({' '.join(runs[number])})" for number in numbers[:NAMED]]
+    more = f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else ""
+    return [f"note     {card}: {len(numbers)} of {len(runs)} runs left out, {what}: {', '.join(named)}{more}"]
 
 
 def checked_run(
@@ -132,7 +184,7 @@ def checked_run(
     for card, processes in cards.items():
         check_processes(values, choices.get("parallel"), card, processes)
         if card in BEFORE_AMPERE and precision in NEEDS_AMPERE:
-            raise ConfigError(
+            raise Unsupported(
                 f"precision={precision} on --gpu {card}, which has neither bf16 nor TF32: use stability=v100 for a GPT "
                 "(fp16, QK-norm, z-loss), precision=fp16, or precision=auto, which takes what each card has"
             )

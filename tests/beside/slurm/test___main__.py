@@ -153,6 +153,41 @@ def test_a_sweep_resumed_by_its_name_queues_what_is_left_or_with_other_settings_
     assert (code, out, err) == (0, "", "every run in s is done: there is nothing to continue\n")
 
 
+def test_each_card_gets_the_runs_that_it_can_do_and_none_twice(launch):
+    typed = ["--dry-run", "-m", "--gpu", "a100,v100", "precision=auto,bf16,fp16", "seed=0,1", "hydra.sweep.dir=s"]
+    code, _, err = launch(*typed)
+    assert code == 2
+    assert err.rstrip().endswith("; --skip-unsupported leaves out such runs and queues the others")
+    code, out, err = launch("--skip-unsupported", "--qos", "high", "--dependency", "afterok:3", *typed)
+    assert code == 0
+    assert [options(each)["array"] for each in out.split("#!/")[1:]] == ["2-5", "4-5"]
+    assert options(out)["qos"] == "high"
+    assert options(out)["dependency"] == "afterok:3"
+    assert (
+        "note     v100: 2 of 6 runs left out, which it cannot do: 2 (precision=bf16 seed=0), 3 (precision=bf16" in err
+    )
+    assert "note     a100: 2 of 6 runs left out, equal to others there: 0 (precision=auto seed=0), 1 (precision" in err
+    typed = ["--dry-run", "-m", "--gpu", "v100", "--skip-unsupported", "precision=bf16,tf32"]
+    assert "--gpu v100: none of the 2 runs can be done there" in launch(*typed)[2]
+    assert "--skip-unsupported: without -m there is one run" in launch("--dry-run", "--skip-unsupported")[2]
+
+
+def test_a_sweep_that_is_larger_than_slurm_takes_is_refused_with_its_parts(launch, tmp_path, monkeypatch):
+    stand_in(tmp_path, "sbatch", "exit 9")
+    stand_in(tmp_path, "scontrol", "echo 'MaxArraySize            = 3'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    code, _, err = launch("-m", "seed=range(0,4)", "hydra.run.dir=r")
+    assert code == 2
+    assert (
+        "a sweep of 4 runs is above this cluster's MaxArraySize, 3: submit parts of at most that many runs, such as "
+        in err
+    )
+    assert "seed=range(0,3) and then seed=range(3,4)" in err
+    assert not os.listdir()
+    stand_in(tmp_path, "sbatch", "echo 7")
+    assert launch("-m", "seed=range(0,3)", "hydra.sweep.dir=s")[0] == 0
+
+
 def test_a_new_run_in_the_folder_of_another_is_refused(home):
     write_runs(home, "finished")
     with pytest.raises(
