@@ -59,6 +59,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--wide", action="store_true", help="print every column, even if the terminal is too narrow")
     parser.add_argument("--csv", type=Path, help="write all rows and columns to this file; with --by, the settings")
+    parser.add_argument("--json", action="store_true", help="print runs and settings as JSON, in place of tables")
     parser.add_argument("--tex", type=Path, help="write the table of settings to this file, in LaTeX (booktabs)")
     parser.add_argument("--png", "--picture", type=Path, help="plot the curves to this file (.png, .svg, .pdf)")
     parser.add_argument(
@@ -72,7 +73,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
     names = ("each", "sort", "rows", "wide", "csv", "html", "tex")
     by = [key for key in chosen.by.split(",") if key]
-    show(chosen.runs, picture=chosen.png, by=by, **{name: getattr(chosen, name) for name in names})
+    show(chosen.runs, picture=chosen.png, by=by, as_json=chosen.json, **{name: getattr(chosen, name) for name in names})
 
 
 def add_losses_arguments(parser: argparse.ArgumentParser) -> None:

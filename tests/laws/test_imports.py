@@ -100,6 +100,7 @@ ONLY = {
     "pandas": {
         "beside/comparison/api",
         "beside/comparison/by_setting",
+        "beside/comparison/command",
         "beside/comparison/frames",
         "beside/comparison/table",
         "beside/comparison/pages/comparison",

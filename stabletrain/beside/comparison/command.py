@@ -1,11 +1,13 @@
 """`stabletrain compare`: reads runs, prints their table, and writes the requested files."""
 
 import itertools
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pandas import DataFrame
 from rich.console import Console
 from rich.text import Text
 
@@ -40,6 +42,7 @@ def compare(
     html: Path | None = None,
     by: Sequence[str] = (),
     tex: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Compares the runs in `folders`.
 
@@ -54,6 +57,8 @@ def compare(
             folder for anything else. A page of other runs is never overwritten.
         by: keys of settings, such as `precision`: one row per setting (`by_setting.py`), in place of the table of runs.
         tex: file for the table of settings in LaTeX.
+        as_json: print JSON in place of tables: `{"runs": [...], "settings": [...]}`, the columns of `frame` and of
+            `by_setting` by their names, with null for what is missing or not finite.
 
     Raises:
         ConfigError: a folder contains no runs, the column does not exist, or a file cannot be written.
@@ -62,17 +67,19 @@ def compare(
     page, note = page_for(folders, html)
     runs = read_runs(folders)
     found = frame_of(runs)
-    settings = settings_of(found, by)
-    if not by:
-        show(ranked(found if each else by_seed(found), sort), terminal(wide), rows)
-    print_copies(runs)
-    swept = arms(runs)
-    if swept and not by:
-        print_sensitivity(swept)
-    if by:
-        say(markdown_of(settings))
-    if by or (len(settings) > 1 and any(each.runs > 1 for each in settings)):
-        terminal(wide).print(Text(one_line(sentence(settings, runs[0].loss_unit))))
+    settings, swept = settings_of(found, by), arms(runs)
+    if as_json:
+        print_json({"runs": ranked(found, sort), "settings": by_setting(found, *by)})
+    else:
+        if by:
+            say(markdown_of(settings))
+        else:
+            show(ranked(found if each else by_seed(found), sort), terminal(wide), rows)
+        print_copies(runs)
+        if swept and not by:
+            print_sensitivity(swept)
+        if by or (len(settings) > 1 and any(each.runs > 1 for each in settings)):
+            terminal(wide).print(Text(one_line(sentence(settings, runs[0].loss_unit))))
     if csv is not None:
         in_one_line(by_setting(found, *by) if by else ranked(found, sort)).to_csv(csv)
         say(f"table    {csv}", file=sys.stderr)
@@ -132,6 +139,12 @@ def check_arguments(
             raise ConfigError(f"{file} is a folder: name a file in it")
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"{file}: the folder {file.parent} does not exist: create it first")
+
+
+def print_json(tables: Mapping[str, DataFrame]) -> None:
+    """Prints the rows of each table by its name."""
+    rows = {name: json.loads(str(table.reset_index().to_json(orient="records"))) for name, table in tables.items()}
+    say(json.dumps(rows, indent=2))
 
 
 def print_copies(runs: Sequence[Run]) -> None:

@@ -1,9 +1,11 @@
 """Settings compared: means over seeds, paired differences, and which settings are told apart."""
 
+import json
 import math
 import shutil
 import statistics
 import subprocess
+from itertools import chain
 
 import pytest
 
@@ -109,6 +111,18 @@ def test_the_command_prints_settings_and_writes_them_as_csv_and_latex(tmp_path, 
     assert main(["compare", "sweep"]) == 0
     assert "Not told apart from it: precision=bf16" in capsys.readouterr().out
     assert main(["compare", "sweep", "--tex", "sweep/fp32-0/run.json"]) == 2
+
+
+def test_the_command_prints_json_alone_if_asked_to(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(sweep(tmp_path / "sweep") / "broken", ["precision=fp16", "seed=3"], math.nan)
+    assert main(["compare", "sweep", "--json", "--by", "precision"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["runs"]) == 10
+    assert {run["val_loss"] for run in found["runs"]} == {*chain(*LOSSES.values()), None}
+    best, near, worse = found["settings"]
+    assert (best["setting"], best["finished"], best["difference"]) == ("precision=fp32", 3, None)
+    assert (near["told_apart"], worse["broke"], worse["settings.precision"]) == (False, 1, "fp16")
 
 
 def test_the_same_in_python(tmp_path):
