@@ -207,7 +207,7 @@ def data_notes(option: str, data: Mapping[str, Any]) -> list[str]:
     elsewhere = place.is_absolute() and place.parent != Path(place.anchor) and not place.parent.is_dir()
     if not GLOB_CHARACTERS & set(path) and not elsewhere:
         existing(path, "data.path")
-    elif not any(glob.iglob(str(place))):
+    elif not place.exists() and not any(glob.iglob(str(place))):
         return [f"note     data.path={path} was not found here: it must be there on the nodes"]
     return []
 

@@ -89,6 +89,7 @@ def test_a_pipe_as_the_cluster_file_is_refused(tmp_path):
         (None, "data.path is not set: data=text needs data.path="),
         ("my.txt", ""),
         ("*.txt", ""),
+        ("[b].txt", ""),
         ("my.tx", "data.path=my.tx does not exist: did you mean my.txt?"),
         ("*.md", "note     data.path=*.md was not found here: it must be there on the nodes"),
         ("/nope", "data.path=/nope does not exist"),
@@ -97,7 +98,8 @@ def test_a_pipe_as_the_cluster_file_is_refused(tmp_path):
 )
 def test_the_path_of_the_data_is_looked_at_if_it_must_lie_here(tmp_path, monkeypatch, path, told):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.txt").write_text("text")
+    for name in ("my.txt", "[b].txt"):
+        (tmp_path / name).write_text("text")
     try:
         found = "".join(data_notes("text", {"path": path}))
     except ConfigError as error:
