@@ -16,6 +16,7 @@ To explain a held step, the recorded forward calls run again. If the loss comes 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from stabletrain.guard.backward_calls import listen
+from stabletrain.guard.backward_calls import listen, within_backward
 from stabletrain.guard.checks.written import needs_closure
 from stabletrain.guard.evaluations import Evaluations
 from stabletrain.guard.gradients import unwrapped
@@ -63,6 +64,7 @@ class LoopRecorder:
         live: traces steps while they run.
         unclipped: norms of the gradients from before the loop clipped them; None if unknown.
         run_own_step: the optimizer's own step.
+        stepping: whether the optimizer's step is running under the guard.
     """
 
     def __init__(
@@ -84,8 +86,9 @@ class LoopRecorder:
         self.live = LiveTrace(innermost(model))
         self.unclipped: GradNorms | None = None
         self.run_own_step: Callable[[], Any] = optimizer.step
+        self.stepping = False
         self._undo = [
-            replace_method(optimizer, "step", self._stepping),
+            replace_method(optimizer, "step", lambda inner: self._noted(self._stepping(inner))),
             replace_method(optimizer, "zero_grad", self._dropping),
             listen(self),
             self.live.disarm,
@@ -167,6 +170,9 @@ class LoopRecorder:
         self._call = None
         if not (module.training and torch.is_grad_enabled()):
             return
+        # Activation checkpointing repeats a forward pass that ran without a graph, and has written buffers then.
+        if within_backward() and self.begun is None:
+            self.begun, self.recorded = self._before, False
         if self.begun is None or (self._backward_ran and self._gradients_are_gone()):
             self.live.end()
             self.begun, self.recorded = self._begin(), False
@@ -263,12 +269,14 @@ class LoopRecorder:
     def _stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the optimizer's new step."""
 
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
             if hasattr(inner, "_wrapped_by_lr_sched"):
                 optimizer._opt_called = True  # ty: ignore[missing-attribute]  the scheduler asks for it
             if self._judged:  # the scaler's step has judged it
                 return inner(*args, **kwargs) if closure is None else inner(closure, *args, **kwargs)
-            loss = None
+            if closure is not None and not callable(closure):  # a step with arguments of its own
+                args, closure = (closure, *args), None
+            loss = returned = None
             if closure is not None:  # forward and backward run inside, as in Lightning
                 with torch.enable_grad():
                     loss = closure()
@@ -276,20 +284,35 @@ class LoopRecorder:
                 parameters = [each for group in optimizer.param_groups for each in group["params"]]
 
                 def run() -> Any:
+                    nonlocal returned
                     if closure is None or not needs_closure(optimizer):
-                        return inner(*args, **kwargs)
+                        returned = inner(*args, **kwargs)
+                        return returned
                     with not_watched():  # later evaluations belong to this step
                         return inner(Evaluations(parameters, loss, closure), *args, **kwargs)
 
                 self.run_own_step = run
                 with self._update():
                     run()
-            return loss
+            return loss if returned is None else returned
 
         # A scheduler that was made before marks the step that it has wrapped, and warns if the mark is gone.
         if hasattr(inner, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # ty: ignore[missing-attribute]
         return step
+
+    def _noted(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the same step, which notes that it is running."""
+
+        @functools.wraps(inner)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before, self.stepping = self.stepping, True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.stepping = before
+
+        return torch._disable_dynamo(step)  # a loop may compile its call: verdicts are not for the compiler
 
     def _scaling(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the scaler's new `scale`, which notes the loss that it was given."""
@@ -314,12 +337,12 @@ class LoopRecorder:
                     raise
             if not self._decide(None):
                 return None
-            self._judged = True
+            self._judged = self.stepping = True
             try:
                 with self._update():
                     return inner(self._optimizer, *args, **kwargs)
             finally:
-                self._judged = False
+                self._judged = self.stepping = False
 
         return step
 
@@ -342,12 +365,20 @@ def replace_method(
 
 def notice_steps(optimizer: Optimizer, replaced: Callable[[], bool]) -> None:
     """Calls `replaced` before each step of an optimizer; if it returns that `step` is another one now, this runs."""
+    redirected = False
 
     def noticing(inner: Callable[..., Any]) -> Callable[..., Any]:
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return optimizer.step(*args, **kwargs) if replaced() else inner(*args, **kwargs)
+            nonlocal redirected
+            if not replaced() or redirected:
+                return inner(*args, **kwargs)
+            redirected = True
+            try:
+                return optimizer.step(*args, **kwargs)
+            finally:
+                redirected = False
 
-        return step
+        return torch._disable_dynamo(step)
 
     replace_method(optimizer, "step", noticing)
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.rerun import is_compiled
 from stabletrain.guard.attach import LoopRecorder
-from stabletrain.guard.gradients import gradients, measure
+from stabletrain.guard.gradients import gradients, measure, summed_gradients
 from stabletrain.guard.live_trace import TRACED_STEPS
 from stabletrain.guard.loop_guard import LoopGuard
 from stabletrain.guard.loop_hooks import not_watched
@@ -100,6 +101,12 @@ class AttachedGuard(LoopGuard):
         self._recorder = loop.recorder = LoopRecorder(
             loop.outer, loop.optimizer, scaler, loop.begin, self._decide, self._loops_update
         )
+        loop.loads.after = WeakMethod(self._after_loading)
+
+    def _after_loading(self) -> None:
+        """Records the loaded state, for a loop whose forward calls are not seen."""
+        if self._recorder.begun is None:
+            self._recorder.end_step()
 
     def step(self, *arguments: Any, **keywords: Any) -> Tensor:
         """Raises ConfigError: the loop itself runs forward and backward."""
@@ -138,12 +145,17 @@ class AttachedGuard(LoopGuard):
         self._loop.judge.precision = LoopScaled(self._loop.device, self._loop.optimizer, scaler)
         self._recorder.use_scaler(scaler)
 
+    @property
+    def stepping(self) -> bool:
+        """Whether the optimizer's step is running under this guard."""
+        return self._recorder.stepping
+
     def before_clipping(self) -> None:
         """Measures the gradients of a loop that is about to clip them: the step is judged by these norms.
 
         Call it when the gradients are unscaled.
         """
-        self._recorder.unclipped = measure(gradients(self._loop.parameters), [])[0]
+        self._recorder.unclipped = measure(summed_gradients(self._loop.parameters), [])[0]
 
     def detach(self) -> None:
         """Undoes `attach`: the optimizer steps as it did before."""
@@ -164,7 +176,7 @@ class AttachedGuard(LoopGuard):
             loss: returned by the loop's own closure; None if it has none.
         """
         loop, recorder = self._loop, self._recorder
-        if loop.trained.find():
+        if loop.trained.find() or loop.loads.noticed:
             loop.state_replaced()
         found = gradients(loop.parameters)
         recorded = recorder.recorded

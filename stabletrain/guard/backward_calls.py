@@ -38,6 +38,11 @@ def listen(listener: Any) -> Callable[[], None]:
     return end
 
 
+def within_backward() -> bool:
+    """Whether this is called by a backward pass."""
+    return torch._C._current_autograd_node() is not None
+
+
 def restore() -> None:
     """Restores `torch.autograd.backward` after the last listener has gone, unless others have wrapped it since."""
     if not [*_LISTENERS] and torch.autograd.backward in _TELLING:
@@ -51,7 +56,7 @@ def told(inner: Callable[..., None]) -> Callable[..., None]:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         # A call within a backward pass, as by activation checkpointing, is a part of it; on a card it runs in another
         # thread. So is a call by another function that stands above this one.
-        within = torch._C._current_autograd_node() is not None or getattr(_THREAD, "told", False)
+        within = within_backward() or getattr(_THREAD, "told", False)
         if within or WeakHook.paused:
             return inner(tensors, grad_tensors, *args, **kwargs)
         roots = tensors if isinstance(tensors, list | tuple) else [tensors]

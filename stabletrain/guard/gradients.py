@@ -135,13 +135,21 @@ def gradients(parameters: list[Tensor]) -> list[Tensor]:
     return [dense(parameter) for parameter in parameters if parameter.grad is not None]
 
 
+def summed_gradients(parameters: list[Tensor]) -> list[Tensor]:
+    """Returns the same, but of a sparse gradient a copy in which the values of each place are summed up."""
+    return [
+        parameter.grad.coalesce().values() if parameter.grad.layout == torch.sparse_coo else dense(parameter)
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
+
+
 def dense(parameter: Tensor) -> Tensor:
     """Returns a parameter's gradient as a dense real tensor that shares its memory."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.layout == torch.sparse_coo:
-        parameter.grad = gradient = gradient.coalesce()
-        return gradient.values()
+        return gradient._values()  # as they are: coalescing sums up values that a step would add one by one
     if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()  # ty: ignore[not-callable]
     if gradient.is_conj():  # its values are conjugated when they are read, which a real view cannot show

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of, note_masks
-from stabletrain.guard.gradients import gradients, measure, multiply_
+from stabletrain.guard.gradients import gradients, measure, multiply_, summed_gradients
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.in_flight import InFlight
 from stabletrain.parallel.single import SingleProcess
@@ -79,7 +79,7 @@ class Judge:
         # Undo the loss scale first, so that norms and limits mean the same in every precision. Measure before clipping:
         # clipping would turn every gradient into NaN if one of them is.
         self.precision.unscale_(found)
-        norms, buffer_norm = measure(found, buffers_of(self._model).judged)
+        norms, buffer_norm = measure(summed_gradients(parameters), buffers_of(self._model).judged)
         norms = norms if unclipped is None else unclipped(norms)
         sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
         # Judge with the numbers of all ranks, as the trainer does.

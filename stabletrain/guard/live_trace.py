@@ -43,7 +43,10 @@ class LiveTrace:
     def arm(self) -> None:
         """Traces the next steps. Is called in `optimizer.step()`."""
         self.disarm()
-        self.steps_left, self._codes = TRACED_STEPS, {frame.f_code for frame, _ in walk_stack(None)}
+        frames = [frame for frame, _ in walk_stack(None)]
+        # PyTorch runs some functions in others of its own, as `optimizer.step` and `checkpoint`: these are no loop.
+        codes = {each.f_code for each in frames if not each.f_globals.get("__name__", "").startswith("torch.")}
+        self.steps_left, self._codes = TRACED_STEPS, codes
         self._hooks = [each.register_forward_pre_hook(WeakHook(self._begin)) for each in self._model.modules()]
 
     def disarm(self) -> None:

@@ -137,7 +137,7 @@ class LoopStep(ReadStep):
             pass
         else:
             pairs = zip(found.gradients, loop.parameters, strict=True)
-            flat = [torch.zeros_like(weight) if each is None else each for each, weight in pairs]
+            flat = [torch.zeros_like(weight) if each is None else each.to_dense() for each, weight in pairs]
             numbers = torch.cat([numbers.new_tensor([found.loss]), *[each.flatten().float() for each in flat]])
         numbers = self.parallel.all_reduce_sum(numbers) / ranks.world_size
         norm = torch.linalg.vector_norm(numbers[1:])

@@ -5,6 +5,10 @@ from collections.abc import Callable, Generator
 from typing import Any, ClassVar
 from weakref import WeakMethod
 
+NOTHING = getattr, (contextlib.nullcontext(), "__exit__")
+"""What a hook is pickled as: a function that takes anything and does nothing, so that a saved model needs no more than
+PyTorch to be loaded."""
+
 
 class WeakHook:
     """A hook of a module that does not keep its target alive, and does nothing in a copy of the module.
@@ -25,7 +29,7 @@ class WeakHook:
             target(*args)
 
     def __reduce__(self) -> tuple:
-        return WeakHook, ()  # for `copy.deepcopy` and `torch.save`
+        return NOTHING  # for `copy.deepcopy` and `torch.save`
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def mark(tensors: Sequence[Tensor], call: ForwardCall, owner: object) -> None:
 def note_scaled(returned: Any, given: Any) -> None:
     """Notes in the graph which losses a scaler was given, so that what it returned is not taken for the loss."""
     for (_, scaled), (_, loss) in zip(named_tensors(returned), named_tensors(given), strict=True):
-        if scaled.grad_fn is not None:
+        if scaled.grad_fn is not None and scaled is not loss:  # a disabled scaler returns what it was given
             scaled.grad_fn.metadata[UNSCALED] = loss.detach()  # ty: ignore[invalid-assignment]
 
 
@@ -94,8 +94,9 @@ class Root:
         if not isinstance(root, Tensor) or hasattr(root, "to_local") or root.is_complex():
             return
         node, number, loss = root.grad_fn, root.output_nr, root.detach()
-        if node is not None and UNSCALED in node.metadata:
-            loss, (node, number) = node.metadata[UNSCALED], node.next_functions[0]
+        if node is not None and (unscaled := self._unscaled(node)) is not None:
+            loss = unscaled
+        self._left = MAX_NODES
         self.whole = loss.numel() == 1
         self.loss = loss.reshape(()).clone() if self.whole else (loss * 0.0).sum()
         if factor is not None:
@@ -103,8 +104,25 @@ class Root:
         elif node is not None:
             self.parts = self._sum(node, number)
 
+    def _unscaled(self, node: Any) -> Tensor | None:
+        """Returns the output of a node without the loss scale: scaled losses may be added up, or divided.
+
+        Returns None if it is not computed from scaled losses alone.
+        """
+        if UNSCALED in node.metadata:
+            return node.metadata[UNSCALED]
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        compute = operation(node, len(inputs))
+        self._left -= 1
+        if compute is None or self._left <= 0:
+            return None
+        values = [self._unscaled(each) for each in inputs]
+        return None if any(each is None for each in values) else compute(*values)
+
     def _sum(self, node: Any, number: int) -> list[tuple[ForwardCall, Compute]] | None:
-        """Returns the calls whose outputs add up to an output of a node."""
+        """Returns the calls whose outputs add up to an output of a node, without the loss scale."""
+        if UNSCALED in node.metadata:
+            return self._sum(*node.next_functions[0])
         found = self._of_one_call(node, number)
         if found is not None:
             return [found]
@@ -118,6 +136,8 @@ class Root:
         if (marked := node.metadata.get((self._owner, number))) is not None:
             call, place = marked
             return call, lambda outputs: outputs[place]
+        if UNSCALED in node.metadata:
+            return self._of_one_call(*node.next_functions[0])
         inputs = [each for each in node.next_functions if each[0] is not None]
         compute = operation(node, len(inputs))
         self._left -= 1
@@ -144,9 +164,9 @@ def operation(node: Any, inputs: int) -> Callable[..., Tensor] | None:
             alpha = node._saved_alpha
             return lambda a, b: torch.add(a, b, alpha=alpha)
         case "Mul", 1:
-            return with_constant(torch.mul, node._saved_self if first is None else node._saved_other)
+            return with_constant(torch.mul, node, "self" if first is None else "other")
         case "Div", 1 if first is not None:
-            return with_constant(torch.div, node._saved_other)
+            return with_constant(torch.div, node, "other")
         case "Neg", 1:
             return torch.neg
         case "ToCopy", 1:
@@ -155,8 +175,12 @@ def operation(node: Any, inputs: int) -> Callable[..., Tensor] | None:
     return None
 
 
-def with_constant(run: Callable[..., Tensor], constant: Tensor | float) -> Callable[[Tensor], Tensor] | None:
-    """Returns an operation with a constant of one value; None if it has several."""
+def with_constant(run: Callable[..., Tensor], node: Any, name: str) -> Callable[[Tensor], Tensor] | None:
+    """Returns an operation with a constant of one value, which its node holds; None if it has several."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    if getattr(saved, "unpack_hook", None) is not None:  # activation checkpointing would run the forward pass again
+        return None
+    constant: Tensor | float = getattr(node, f"_saved_{name}")
     if not isinstance(constant, Tensor):
         return lambda a: run(a, constant)
     if constant.numel() != 1:

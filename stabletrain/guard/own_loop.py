@@ -9,6 +9,7 @@ import math
 from collections.abc import Generator, Sequence
 from operator import methodcaller
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from stabletrain.guard.evaluations import Evaluations
 from stabletrain.guard.gradients import BareTensors, TrainedParameters, as_one
 from stabletrain.guard.judge import Judge
 from stabletrain.guard.loop_forecast import forecast_of_loop
+from stabletrain.guard.loop_hooks import NOTHING, WeakHook
 from stabletrain.guard.loop_states import Loader, LoopStates, NoStates
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
 from stabletrain.guard.options import check_closure_options, make_precision
@@ -44,25 +46,31 @@ class LoadListener:
 
     Attributes:
         noticed: whether one was called.
+        after: the method that is called after one of the whole model; None for none.
     """
 
     def __init__(self) -> None:
-        self.noticed = False
+        self.noticed, self._model = False, None
+        self.after: WeakMethod | None = None
 
     def listen(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Notices the calls from now on."""
+        self._model = ref(model)
         for module in model.modules():
             module.register_load_state_dict_post_hook(self)
         for each in optimizers_of(optimizer):
             each.register_load_state_dict_post_hook(self)
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, loaded: Any, *_: Any) -> None:
         """Is called after a `load_state_dict`."""
         self.noticed = True
+        after = None if self.after is None or WeakHook.paused else self.after()
+        if after is not None and self._model is not None and loaded is self._model():
+            after()
 
     def __reduce__(self) -> Any:
-        """Copies and pickles of a hooked model have a new instance, which no guard reads."""
-        return (LoadListener, ())
+        """Copies and pickles of a hooked model have a function that does nothing."""
+        return NOTHING
 
 
 class OwnLoop:
@@ -236,7 +244,7 @@ class OwnLoop:
         losses: list[Tensor] = []
         self.optimizer.zero_grad(set_to_none=True)
         for micro_batch in begun.micro_batches:
-            with self.precision.autocast():
+            with begun.entered(), self.precision.autocast():  # `update` may be called outside the loop's autocast
                 loss = loss_of(micro_batch())
             self.precision.scale(loss).backward()
             losses.append(loss.detach())

@@ -25,7 +25,7 @@ from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guard.checks.comparing import compare
 from stabletrain.guard.checks.recheck import NoRecheck, repeats_exactly
 from stabletrain.guard.checks.repeats import over_ranks
-from stabletrain.guard.gradients import gradients, measure
+from stabletrain.guard.gradients import gradients, measure, summed_gradients
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.machine.determinism import Generators
@@ -72,6 +72,11 @@ class BegunStep:
     def batches_changed(self) -> bool:
         """Whether a batch was written since its closure first read it: a rerun would not compute the same."""
         return any(tensor._version != version for tensor, version in self.versions)
+
+    def entered(self) -> AbstractContextManager:
+        """Returns the autocast that the loop has entered around the guard, or a context without effect."""
+        dtype = self.autocast
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.generators.device.type, dtype)
 
     @contextlib.contextmanager
     def given_up_on_error(self) -> Generator[None]:
@@ -129,7 +134,7 @@ class Rerun:
         scale = 1.0 if true_fp32 else self.loss_scale
         losses: list[Tensor] = []
         with self._at_beginning(weights), uncompiled(), torch.enable_grad():
-            numbers = in_true_fp32(self.model) if true_fp32 else self._entered()
+            numbers = in_true_fp32(self.model) if true_fp32 else self.begun.entered()
             with numbers, watched_by or contextlib.nullcontext():
                 for micro_batch in self.begun.micro_batches if micro_batches is None else micro_batches:
                     with contextlib.nullcontext() if true_fp32 else self.precision.autocast():
@@ -140,14 +145,9 @@ class Rerun:
             found = gradients(self.parameters)
             if scale != 1.0 and found:
                 torch._foreach_div_(found, scale)
-            norm = float(measure(found, [])[0].total) if found else float("nan")
+            norm = float(measure(summed_gradients(self.parameters), [])[0].total) if found else float("nan")
             each = [parameter.grad for parameter in self.parameters]
         return RerunResult(float(total(losses).float()), norm, each)
-
-    def _entered(self) -> AbstractContextManager:
-        """Returns the autocast that the loop has entered around the guard, or a context without effect."""
-        dtype = self.begun.autocast
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.begun.generators.device.type, dtype)
 
     @contextlib.contextmanager
     def _at_beginning(self, weights: Mapping[str, Any] | None) -> Generator[None]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.amp import GradScaler
+from torch.utils.checkpoint import checkpoint
 
 from stabletrain.errors import ConfigError
 from stabletrain.guard.attach import MAX_CALLS
@@ -293,3 +294,84 @@ def pickled(model):
     file = io.BytesIO()
     torch.save(model, file)
     return file.getvalue()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_of_the_whole_model_leaves_no_trace_of_a_held_step(reentrant, tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard.attach(model, optimizer, folder=tmp_path)
+    for number, (x, y) in enumerate(batches(6)):
+        x[0, 0] = math.nan if number in (2, 3) else 0.0
+        before = bits(model)
+        optimizer.zero_grad()
+        F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=reentrant), y).backward()
+        optimizer.step()
+        assert guard.last.applied == (number not in (2, 3))
+        assert same(before, bits(model)) != guard.last.applied
+
+
+def test_saved_tensors_of_the_loop_are_read_by_its_backward_pass_only(tmp_path):
+    model, kept, weights = network(), [], torch.ones(8)
+    guard = Guard.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    x, y = batches(1)[0]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda value: kept.append(value) or len(kept) - 1, lambda at: take(kept, at)
+    ):
+        loss = (F.cross_entropy(model(x), y, reduction="none") * weights).mean()
+    loss.backward()
+    guard._loop.optimizer.step()
+    assert guard.last.loss == float(loss.detach())
+
+
+def take(kept, at):
+    """Returns a saved value, once."""
+    value, kept[at] = kept[at], None
+    assert value is not None
+    return value
+
+
+class Own(torch.optim.SGD):
+    """An optimizer whose step takes a number, and returns one."""
+
+    def step(self, factor=1.0):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-factor)
+        return factor
+
+
+def test_arguments_and_result_of_a_step_of_ones_own_pass_through(tmp_path):
+    model = network()
+    optimizer = Own(model.parameters(), lr=0.1)
+    guard = Guard.attach(model, optimizer, folder=tmp_path)
+    x, y = batches(1)[0]
+    F.cross_entropy(model(x), y).backward()
+    assert optimizer.step(0.5) == 0.5
+    assert guard.last.applied
+
+
+def test_a_saved_model_needs_nothing_of_this_package_to_be_loaded(tmp_path):
+    model = network()
+    guard = Guard.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    assert b"stabletrain" not in pickled(model)
+    restored = torch.load(io.BytesIO(pickled(model)), weights_only=False)
+    restored.load_state_dict(model.state_dict())
+    assert not guard._loop.loads.noticed
+
+
+def test_a_held_step_keeps_buffers_that_were_loaded_though_no_forward_call_was_seen(tmp_path):
+    model = nn.ModuleList([network()])  # the loop calls its part
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard.attach(model, optimizer, folder=tmp_path, max_incidents=0, checksum_every=1)
+    loaded = {name: value + 1 for name, value in model.state_dict().items()}
+    for number, (x, y) in enumerate(batches(6)):
+        x[0, 0] = math.nan if number == 3 else 0.0
+        if number == 3:
+            model.load_state_dict(loaded)
+            before = bits(model)
+        optimizer.zero_grad()
+        F.cross_entropy(model[0](x), y).backward()
+        optimizer.step()
+        if number == 3:
+            assert same(before, bits(model))
+    assert (guard.skips["nonfinite"], guard.skips["state"]) == (1, 0)

@@ -497,3 +497,16 @@ def test_an_attached_guard_does_what_guard_step_does_with_other_loops_and_faults
     found = {fault: check_both(loop, fault) for fault in ("nothing", "ignored_labels", "halved_weights")}
     assert all(not skips and not alarms for skips, alarms in found.pop("nothing"))
     assert all(any(skips or alarms for skips, alarms in each) for each in found.values())
+
+
+@pytest.mark.parametrize("combine", [lambda a, b: a / 2, lambda a, b: a + b / 4, lambda a, b: -a * -1.0])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_loss_is_without_the_loss_scale_however_scaled_losses_are_combined(combine, enabled, tmp_path):
+    model, scaler = nn.Linear(4, 3), GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard.attach(model, optimizer, folder=tmp_path, scaler=scaler)
+    x, y = batches(1)[0]
+    losses = F.cross_entropy(model(x), y), model(x).square().mean()
+    combine(*map(scaler.scale, losses)).backward()
+    scaler.step(optimizer)
+    assert guard.last.loss == pytest.approx(float(combine(*losses).detach()), rel=1e-6)

@@ -330,3 +330,19 @@ def test_what_would_change_the_first_evaluation_only_is_refused(tmp_path):
     loop = Loop(tmp_path, lbfgs(None), precision="bf16")
     loop.run(batches(2))
     assert loop.guard.last.applied
+
+
+def test_all_evaluations_run_under_the_autocast_of_the_first(tmp_path):
+    model, seen = network(), []
+    guard = Guard(model, torch.optim.LBFGS(model.parameters(), max_iter=3), folder=tmp_path)
+
+    def closure(x, y):
+        outputs = model(x)
+        seen.append(outputs.dtype)
+        return F.cross_entropy(outputs.float(), y)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        guard.backward(closure, batch=batches(1)[0])
+    guard.update()
+    assert len(seen) > 1
+    assert {*seen} == {torch.bfloat16}

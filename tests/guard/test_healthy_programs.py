@@ -173,3 +173,26 @@ def test_weights_that_are_halved_outside_of_the_step_are_found_with_any_optimize
     assert (alarm.kind, alarm.since) == ("weight_growth", 151)
     assert "something else changed them" in alarm.text
     assert graph_network(tmp_path, hurt=150, told=True).guard.alarms == []
+
+
+@pytest.mark.parametrize("guarded", ["step", "attached"])
+def test_sparse_gradients_stay_as_the_backward_pass_left_them(guarded, tmp_path):
+    """SGD adds the values of a repeated row one by one; summed up first, they give other bits."""
+
+    def train(guarded):
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 16, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"folder": tmp_path, "max_incidents": 0}
+        guard = {"step": Guard, "attached": Guard.attach}[guarded](model, optimizer, **options) if guarded else None
+        for _ in range(20):
+            x, y = torch.randint(0, 5, (64,)), torch.randn(64, 16)
+            if guarded == "step":
+                guard.step(lambda x, y: F.mse_loss(model(x), y), batch=(x, y))
+                continue
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return model.weight
+
+    assert torch.equal(train(guarded), train(None))

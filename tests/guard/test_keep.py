@@ -220,3 +220,13 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     guard = Guard(model, optimizer, folder=tmp_path, **KEEP)
     with pytest.raises(ConfigError, match="the closure takes no batch"):
         guard.step(lambda: model(torch.ones(2, 4)).mean())
+
+
+def test_a_bad_step_with_sparse_gradients_is_kept(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path, **KEEP)
+    labels = torch.randn(8, 1)
+    labels[3] = torch.nan
+    guard.step(lambda x, y: F.mse_loss(model(x), y), batch=(torch.randint(0, 5, (8,)), labels))
+    assert (guard.last.applied, guard.left_out) == (True, 1)

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -152,6 +152,7 @@ class Watch:
         elif nn.Module.__call__ is self._call:
             nn.Module.__call__ = self._run_module
 
+    @torch._disable_dynamo
     def _notice_call(self, module: nn.Module) -> None:
         """Notices that a module is called."""
         if module.training and torch.is_grad_enabled():
@@ -169,12 +170,17 @@ class WatchedOptimizer:
 
     def __init__(self, watch: Watch, optimizer: Optimizer) -> None:
         self._watch, self._optimizer = watch, ref(optimizer)
+        self._attached: ref[Any] | None = None  # a guard holds its optimizer, which nothing here may keep alive
         self._settled, self._stepped = False, False  # `_settled`: it has a guard, or cannot have one
-        self._guard: Any = None
         self._outgrown = False  # the optimizer holds a parameter now that is not in the guard's model
         self._recorded: list[nn.Module] = []
-        self._scalers: list[GradScaler] = []
+        self._scalers: WeakSet[GradScaler] = WeakSet()
         notice_steps(optimizer, self._before_step)
+
+    @property
+    def _guard(self) -> Any:
+        """The guard, which lives as long as the optimizer has its step; None if there is none."""
+        return None if self._attached is None else self._attached()
 
     def notice_call(self, module: nn.Module, held: set[int]) -> None:
         """Notices that the script calls a module.
@@ -201,9 +207,9 @@ class WatchedOptimizer:
         optimizer = self._optimizer()
         if optimizer is not None and not self._settled and can_train(optimizer):
             self._settle(optimizer)
-        if self._guard is None or any(scaler is each for each in self._scalers):
+        if self._guard is None or scaler in self._scalers:
             return False
-        self._scalers.append(scaler)
+        self._scalers.add(scaler)
         self._guard.use_scaler(scaler)
         return True
 
@@ -213,15 +219,19 @@ class WatchedOptimizer:
         if self._outgrown:
             self._watch_again()
             return False
-        if self._stepped or optimizer is None or not can_train(optimizer):
+        if not self._stepped:
+            if optimizer is None or not can_train(optimizer):
+                return False
+            if not self._settled:
+                self._settle(optimizer)
+                return True  # the guard's step comes here again
+            self._stepped = True
+            self._watch.forget(self)
+            self._recorded.clear()
+        guard = self._guard
+        if guard is None or optimizer is None or guard_of(optimizer) is not guard:
             return False
-        if not self._settled:
-            self._settle(optimizer)
-            return True  # the guard's step comes here again
-        self._stepped = True
-        self._watch.forget(self)
-        self._recorded.clear()
-        return False
+        return not guard.stepping  # the script calls a `step` that it has taken before
 
     def _find(self, find: Callable[[], bool]) -> bool:
         """Finds the trained parameters as the guard does; the script may have added some that are not in its model."""
@@ -256,13 +266,14 @@ class WatchedOptimizer:
             self._watch.tell(f"{named(optimizer)} is not guarded: {reason}")
             return
         try:
-            self._guard = Guard.attach(model, optimizer, name=self._watch.name_of(model), **self._watch.options)
+            guard = Guard.attach(model, optimizer, name=self._watch.name_of(model), **self._watch.options)
         except Exception as error:  # whatever the model is, the script goes on as without the guard
             kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
             self._only_check(model, optimizer, f"{kind}{error}")
             return
+        self._attached = ref(guard)
         self._recorded.append(model)
-        trained = self._guard._loop.trained
+        trained = guard._loop.trained
         vars(trained)["find"] = functools.partial(self._find, trained.find)
         if not type(optimizer).step.__module__.startswith("torch.optim."):
             replace_method(optimizer, "step", functools.partial(self._without_closure, model))
@@ -274,7 +285,7 @@ class WatchedOptimizer:
             if closure is None:
                 return inner(*args, **kwargs)
             self._guard.detach()
-            self._guard = None
+            self._attached = None
             self._only_check(model, optimizer, CALLS_ITS_CLOSURE)
             return optimizer.step(closure, *args, **kwargs)
 

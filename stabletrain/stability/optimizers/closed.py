@@ -269,7 +269,7 @@ PROVEN: dict[type, Callable[[Any, Group, float], str]] = {
 TRUSTED_HOOKS = ("stabletrain.stability.", "stabletrain.checkpoint.", "stabletrain.guard.", "torch.profiler")
 """Modules whose step hooks keep the proof. Those of `stabletrain.beside.faults` change the rate or the weights."""
 
-INNER_STEP = {"torch.optim.lr_scheduler": "func", "stabletrain.guard.attach": "inner"}
+INNER_STEP = {"torch.optim.lr_scheduler": "func", "stabletrain.guard.attach": "inner", "torch._compile": "fn"}
 """By module, the variable in which a function that replaced an optimizer's `step` keeps the step that it calls."""
 
 

@@ -1,8 +1,10 @@
 """What a script trains is guarded as it is: the same bits until something happens, and then as if it had not."""
 
 import copy
+import gc
 import json
 import math
+from weakref import ref
 
 import pytest
 import torch
@@ -270,3 +272,43 @@ def test_a_notebook_guards_what_later_cells_make(tmp_path, monkeypatch):
     assert (tmp_path / "incidents" / "step-00000003").is_dir()
     stabletrain.unload_ipython_extension(shell)
     assert guard_of(train(Plain)[1].optimizer) is None
+
+
+def test_a_step_that_the_script_has_taken_before_is_guarded_too(begin):
+    begin()
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    step = optimizer.step
+    for number, (x, y) in enumerate(batches(6)):
+        x[0, 0] = math.nan if number in (0, 3) else 0.0
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        step()
+    assert guard_of(optimizer).last.step == 6
+    assert guard_of(optimizer).skips["nonfinite"] == 2
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def test_what_a_script_drops_is_freed(begin):
+    begin()
+    loop = Plain()
+    for x, y in batches(3):
+        loop.step(x, y)
+    model, optimizer = ref(loop.model), ref(loop.optimizer)
+    del loop
+    gc.collect()
+    assert (model(), optimizer()) == (None, None)
+
+
+def test_a_step_that_the_script_compiles_is_judged_outside_of_the_compiler(begin):
+    begin()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = torch.compile(lambda: optimizer.step(), backend="aot_eager")
+    for number, (x, y) in enumerate(batches(6)):
+        x[0, 0] = math.nan if number in (0, 3) else 0.0
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        update()
+    assert guard_of(optimizer).skips["nonfinite"] == 2
+    assert all(value.isfinite().all() for value in model.state_dict().values())
