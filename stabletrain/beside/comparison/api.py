@@ -10,11 +10,7 @@ from stabletrain.beside.comparison.by_setting import by_setting
 
 
 class Comparison(pd.DataFrame):
-    """A data frame with one row per run."""
-
-    @property
-    def _constructor(self) -> type["Comparison"]:
-        return Comparison
+    """A data frame with one row per run. What pandas makes of it, such as a part of its rows, is a plain data frame."""
 
     def by_setting(self, *keys: str) -> pd.DataFrame:
         """Returns one row per setting, the best first, with the differences to it; see `by_setting.by_setting`.
