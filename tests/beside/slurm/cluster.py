@@ -1,6 +1,7 @@
 """A two-node Slurm cluster on this machine, with its own key, sockets, ports and folders."""
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ SLURM_CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
+FirstJobId={first_job}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={place}/munge.socket
@@ -96,7 +98,11 @@ class Cluster:
         for name in [name for name in self.environment if name.startswith(("SBATCH_", "SLURM_JOB", "PYTEST"))]:
             del self.environment[name]
         host = socket.gethostname().partition(".")[0]
-        (self.place / "slurm.conf").write_text(SLURM_CONF.format(host=host, place=self.place, ports=free_ports(3)))
+        # Ranks meet at a port that follows from the job's number, so clusters side by side have other numbers.
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        first_job = 3000 * worker + random.SystemRandom().randrange(1, 2900)
+        values = {"host": host, "place": self.place, "ports": free_ports(3), "first_job": first_job}
+        (self.place / "slurm.conf").write_text(SLURM_CONF.format(**values))
         (self.place / "cluster.conf").write_text(CLUSTER_CONF)
         (self.place / "state").mkdir()
 

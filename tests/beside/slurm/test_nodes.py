@@ -82,6 +82,7 @@ def test_a_first_node_that_cannot_be_the_host_ends_the_job_with_its_reason(clust
     job = cluster.launch("--cluster", str(held), "--nodes", "2", *CHOSEN, "hydra.run.dir=run", cwd=tmp_path)
     port = 15000 + int(job) % 15000
     with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of an earlier job, whose connections linger
         other.bind(("", port))
         other.listen()
         cluster.run("scontrol", "release", job)
