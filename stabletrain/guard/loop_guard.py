@@ -5,6 +5,7 @@ loop runs its own code. `own_loop.py` has the step itself: begin, judge, apply o
 it sees the step as a `LoopStep`.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from stabletrain.extension import Prediction
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.investigate import IncidentRequest
 from stabletrain.forensics.probes.update import UpdateFault, update_fault
+from stabletrain.forensics.rerun import RerunResult
 from stabletrain.guard.checks.comparing import Compared, sums
 from stabletrain.guard.engine import note_taken_again, settle
 from stabletrain.guard.guilty import Counts, Sample
@@ -128,20 +130,26 @@ class LoopStep(ReadStep):
         return self._counts if all(self._counts) else []
 
     def is_sound_without(self, left_out: Collection[Sample]) -> bool:
-        """See `ReadStep`. The rerun leaves no trace, and the ranks average its gradients afterwards."""
-        loop, ranks = self.loop, self.parallel.ranks
-        numbers = torch.full((1 + sum(each.numel() for each in loop.parameters),), torch.nan, device=self.device)
+        """See `ReadStep`. The rerun leaves no trace."""
+        loop = self.loop
         try:
             found = loop.rerun(self.begun, self.reading.loss_scale).run(self.without(left_out))
         except Exception:  # the user's code may raise anything, and the other ranks wait
-            pass
-        else:
-            pairs = zip(found.gradients, loop.parameters, strict=True)
-            flat = [torch.zeros_like(weight) if each is None else each.to_dense() for each, weight in pairs]
-            numbers = torch.cat([numbers.new_tensor([found.loss]), *[each.flatten().float() for each in flat]])
-        numbers = self.parallel.all_reduce_sum(numbers) / ranks.world_size
-        norm = torch.linalg.vector_norm(numbers[1:])
-        return bool(self.guard.gate(LossTerms(numbers[0]), GradNorms(norm, norm[None]), StepChecks(0.0, 0.0, 0.0)))
+            found = RerunResult(math.nan, math.nan, [None] * len(loop.parameters))
+        numbers = torch.tensor([found.loss, found.grad_norm], device=self.device)
+        if self.parallel.ranks.distributed:
+            numbers = self._over_ranks(found)
+        terms, norms = LossTerms(numbers[0]), GradNorms(numbers[1], numbers[1:])
+        return bool(self.guard.gate(terms, norms, StepChecks(0.0, 0.0, 0.0)))
+
+    def _over_ranks(self, found: RerunResult) -> Tensor:
+        """Returns the mean loss of the ranks, and the norm of their mean gradient, which a rerun has not averaged."""
+        pairs = zip(found.gradients, self.loop.parameters, strict=True)
+        flat = [torch.zeros_like(weight) if each is None else each.to_dense() for each, weight in pairs]
+        loss = torch.tensor([found.loss], device=self.device)
+        mean = self.parallel.all_reduce_sum(torch.cat([loss, *[each.flatten().float() for each in flat]]))
+        mean /= self.parallel.ranks.world_size
+        return torch.stack([mean[0], torch.linalg.vector_norm(mean[1:])])
 
     def without(self, left_out: Collection[Sample]) -> list[MicroBatch]:
         """Returns this rank's micro-batches without these samples."""

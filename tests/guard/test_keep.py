@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 
 import pytest
 import torch
@@ -230,3 +231,18 @@ def test_a_bad_step_with_sparse_gradients_is_kept(tmp_path):
     labels[3] = torch.nan
     guard.step(lambda x, y: F.mse_loss(model(x), y), batch=(torch.randint(0, 5, (8,)), labels))
     assert (guard.last.applied, guard.left_out) == (True, 1)
+
+
+def test_complex_weights_are_judged_as_a_whole(tmp_path):
+    """The search reads the norm of the whole gradient, not of its real parts."""
+    torch.manual_seed(0)
+    weight = torch.randn(3, dtype=torch.complex64, requires_grad=True)
+    guard = Guard([weight], torch.optim.SGD([weight], lr=0.1), folder=tmp_path, keep="all_but_guilty")
+    x = torch.randn(6, 3, dtype=torch.complex64)
+    x[4, 1] = complex(0.0, math.nan)
+    kept = x[[0, 1, 2, 3, 5]]
+    twin = weight.detach().clone().requires_grad_()
+    (kept @ twin).abs().mean().backward()
+    guard.step(lambda x: (x @ weight).abs().mean(), batch=(x,))
+    assert guard.left_out == 1
+    assert torch.equal(weight, twin.detach() - 0.1 * twin.grad)
