@@ -8,9 +8,10 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from stabletrain.beside.slurm import __main__ as launching
 from stabletrain.beside.slurm.__main__ import plan_jobs, resumed_arguments, submit
 from stabletrain.beside.slurm.request import Card, read_request
-from stabletrain.beside.slurm.script import Job
+from stabletrain.beside.slurm.script import Job, script
 from stabletrain.config.arguments import parse_arguments
 from stabletrain.errors import ConfigError, StabletrainError
 from tests.beside.slurm.given import options
@@ -68,6 +69,23 @@ def test_two_launches_in_the_same_second_take_two_folders(launch, tmp_path, monk
     assert "slurm.sh" in os.listdir(second)
     assert f"folder={year}-3" in launch("--dry-run", "seed=0", "hydra.run.dir=${now:%Y}")[1]
     assert sorted(os.listdir()) == [year, second]
+
+
+def test_a_folder_that_another_launch_takes_in_the_meantime_is_left_to_it(launch, tmp_path, monkeypatch):
+    stand_in(tmp_path, "sbatch", "echo 7")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def taken(job, request):
+        job.folder.mkdir(exist_ok=True)
+        monkeypatch.setattr(launching, "script", script)
+        return script(job, request)
+
+    monkeypatch.setattr(launching, "script", taken)
+    assert launch("seed=0", "hydra.run.dir=${now:%Y}")[0] == 0
+    year, mine = sorted(os.listdir())
+    assert mine == f"{year}-2"
+    assert not os.listdir(year)
+    assert f"folder={mine}" in Path(mine, "slurm.sh").read_text()
 
 
 @pytest.mark.slow
