@@ -5,6 +5,7 @@ Values that are typed for single keys are applied by Hydra each time, with all t
 as processes compose as they do for users.
 """
 
+import copy
 import io
 import pickle
 from dataclasses import replace
@@ -50,7 +51,12 @@ def remember(patch: pytest.MonkeyPatch) -> None:
             merged[id(defaults)] = pickle.dumps(merge(loader, defaults, repo))
         return pickle.loads(merged[id(defaults)])
 
+    def share(repo: Any, delegate: Any) -> None:
+        """Stands for a deep copy of all sources: `initialize_sources` replaces their list, and does not change it."""
+        repo.delegate, repo.cache = copy.copy(delegate), {}
+
     patch.setattr(OmegaConf, "load", staticmethod(load_once))
+    patch.setattr(config_loader_impl.CachingConfigRepository, "__init__", share)
     patch.setattr(config_loader_impl, "create_defaults_list", defaults_once)
     patch.setattr(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)
 

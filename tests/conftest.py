@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import composing, typechecks
+from tests import building, composing, typechecks
 
 torch.set_num_threads(1)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it only once, on its first use
@@ -128,7 +128,8 @@ def _trust_nothing(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def _compose_once():
-    """Has Hydra keep what it read and merged."""
+    """Has Hydra keep what it read and merged, and runs what they compute alike each time."""
     with pytest.MonkeyPatch.context() as patch:
         composing.remember(patch)
+        building.remember(patch)
         yield

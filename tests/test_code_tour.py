@@ -5,6 +5,7 @@ The path has at most 15 files and 3,000 lines, so that a reader can follow a ste
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def answers(cell: str) -> dict[str, list[str]]:
     return {path: re.findall(r"`([\w.]+)`", symbols or "") for path, symbols in FILE.findall(cell)}
 
 
+@cache
 def symbols_of(file: Path) -> set[str]:
     """Returns the functions, classes, methods and constants of a module, by the names that the page uses."""
     found = set()
@@ -74,6 +76,7 @@ def test_an_answer_names_what_exists(row):
         assert not missing, f"{path} has no {', '.join(sorted(missing))}"
 
 
+@cache
 def names_used(file: Path) -> set[str]:
     """Returns the names and attributes that a module reads, and those that it imports."""
     found = set()
@@ -83,6 +86,7 @@ def names_used(file: Path) -> set[str]:
     return found
 
 
+@cache
 def imported(file: Path) -> set[Path]:
     """Returns the modules of the package that a module imports; of a package also those that its `__init__` imports."""
     found = set()

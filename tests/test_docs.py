@@ -16,7 +16,7 @@ ALL = [found for page in PAGES for found in transcripts(page)]
 
 FAST = [found for found in ALL if found.mark == "fast"]
 
-SLOW = [page for page in PAGES if any(found.page == page and found.mark == "" for found in ALL)]
+SLOW = [found for found in ALL if found.mark == ""]
 
 NOT_RUN = {"needs a card", "needs W&B", "needs a cluster", "takes minutes", "needs a data set", "run by tests/refusals"}
 """Reasons for which a transcript is not run."""
@@ -30,27 +30,18 @@ def name(found: Transcript) -> str:
     return f"{found.page.name}:{found.line}"
 
 
-def check(found: Transcript, folder):
+@pytest.mark.parametrize(
+    "found",
+    [
+        *(pytest.param(found, id=name(found)) for found in FAST),
+        *(pytest.param(found, id=name(found), marks=[pytest.mark.beside, pytest.mark.slow]) for found in SLOW),
+    ],
+)
+def test_a_transcript_is_what_the_program_prints_today(tmp_path, found):
+    folder = working_folder(tmp_path / "page")
     for command, wanted in found.steps:
         problem = difference(wanted, run(command, folder))
         assert problem is None, f"{name(found)}: $ {command}\n{problem}"
-
-
-@pytest.mark.parametrize("found", FAST, ids=name)
-def test_a_short_transcript_is_what_the_program_prints_today(tmp_path, found):
-    check(found, working_folder(tmp_path / "page"))
-
-
-@pytest.mark.beside
-@pytest.mark.slow
-@pytest.mark.timeout(1200)  # a page may train several runs
-@pytest.mark.parametrize("page", SLOW, ids=lambda page: page.stem)
-def test_the_transcripts_of_a_page_are_what_the_program_prints_today(tmp_path, page):
-    """In order, in one folder: later ones use the runs of earlier ones."""
-    folder = working_folder(tmp_path / "page")
-    for found in ALL:
-        if found.page == page and found.mark == "":
-            check(found, folder)
 
 
 def test_every_transcript_says_whether_it_is_run():

@@ -7,8 +7,8 @@ A transcript is a fenced block with lines that begin with `$ `. The comment befo
     <!-- transcript: needs a card -->    never; the comment says why
 
 Output follows each command. Numbers, dates and paths are masked before lines are compared, and `...` stands for any
-number of lines. Within a page, `<date>/<time>` in a command means the newest run folder that the page's transcripts
-have made.
+number of lines. In a command, `<date>/<time>` means the newest run folder that its transcript has made. Each transcript
+runs in a folder of its own, so none needs the runs of another.
 """
 
 import os

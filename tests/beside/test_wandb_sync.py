@@ -74,6 +74,7 @@ def sync(home, *typed, url, key=KEY, **more):
     return forkserver.run(words, home, environment(home, url, key) | more, timeout=240)
 
 
+@pytest.mark.slow
 def test_a_continued_run_arrives_as_one_with_all_its_points_and_its_last_status(runs, tmp_path):
     with serving() as server:
         done = sync(tmp_path, runs, url=server.url, WANDB_MODE="offline", WANDB_RUN_ID="another")

@@ -640,7 +640,7 @@ FIXED = settings(
 )
 
 
-@pytest.mark.parametrize(("kind", "histories"), [(History, 50), (Sharded, 5)], ids=["one process", "ranks"])
+@pytest.mark.parametrize(("kind", "histories"), [(History, 30), (Sharded, 5)], ids=["one process", "ranks"])
 def test_any_history_leaves_what_it_has_to(kind, histories):
     run_state_machine_as_test(kind, settings=settings(FIXED, max_examples=histories))
 

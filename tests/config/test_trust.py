@@ -490,7 +490,7 @@ def test_nothing_is_written_through_a_link_in_a_folder_from_elsewhere(run, tmp_p
 
 
 @pytest.mark.beside
-@pytest.mark.slow(unless=lambda link: link == "checkpoints")
+@pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 def test_a_link_that_was_trusted_once_is_followed(run, tmp_path, link):
     linked(run / link, tmp_path / "valuable")
@@ -499,6 +499,7 @@ def test_a_link_that_was_trusted_once_is_followed(run, tmp_path, link):
 
 
 @pytest.mark.beside
+@pytest.mark.slow
 def test_the_links_that_wandb_makes_itself_are_no_strangers(run, tmp_path):
     (run / "wandb" / "run-x").mkdir(parents=True)
     (run / "wandb" / "run-x" / "debug.log").symlink_to(tmp_path / "cache")

@@ -247,7 +247,7 @@ RESTORED = [
 ]
 
 
-@pytest.mark.slow(unless=lambda option, resumed: option == "clipping=adagc" and resumed)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "option", "resumed"),
     [(*pair, True) for pair in RESTORED] + [("resnet", "optimizer=sgd", False), ("gpt", "precision=fp16", False)],
@@ -267,7 +267,7 @@ def test_a_restored_state_is_on_the_device(tmp_path, monkeypatch, model, option,
     assert "rollback" in kinds
 
 
-@pytest.mark.slow(unless=lambda model, number: model == "gpt" and math.isnan(number))
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "number"), [("gpt", 0.0), ("gpt", math.nan), ("resnet", 1.0), ("resnet", math.nan)])
 def test_an_incident_is_traced_and_replayed_on_the_device(tmp_path, model, number):
     chosen = [*MODELS[model], "steps=4", "forensics.keep_state=false"]

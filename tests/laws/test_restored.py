@@ -301,7 +301,7 @@ def feed_history(history, rng, step):
 
 def network_with_gradients(rng):
     """A small model whose gradients have any size."""
-    torch.manual_seed(rng.randrange(10**6))
+    torch.default_generator.manual_seed(rng.randrange(10**6))
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * abs(numbers(rng))
@@ -322,7 +322,7 @@ def feed_precision(precision, rng, step):
 
 
 def feed_monitors(monitors, rng, step):
-    torch.manual_seed(rng.randrange(10**6))
+    torch.default_generator.manual_seed(rng.randrange(10**6))
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if monitors.due(step, 10**6) or rng.random() < 0.3:
@@ -399,7 +399,7 @@ class Optimized(Part):
     """An optimizer with the weights that it changes."""
 
     def feed(self, seed, step):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         rng = random.Random(seed)
         self.it.found_inf = torch.tensor(float(rng.random() < 0.2))
         for weight in self.weights():
@@ -424,7 +424,7 @@ class Guarded(Part):
 
     def feed(self, seed, step):
         rng, loop = random.Random(seed), self.it
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         (x, y), factor = batches(1, seed=seed)[0], rng.choice([1.0] * 9 + [math.nan])
         if loop.guard.updates:
             loop.guard.step(lambda x, y: loop.loss(x, y) * factor, batch=(x, y))
@@ -568,7 +568,7 @@ def test_the_walk_reaches_every_class_with_a_state_and_each_has_a_feeder():
 
 
 @pytest.mark.slow(unless=lambda examples: examples == 1)
-@pytest.mark.parametrize("examples", [1, 30])
+@pytest.mark.parametrize("examples", [1, 12])
 def test_a_part_of_a_run_that_is_restored_is_as_a_fresh_one_with_the_same_history(examples):
     kinds = {}
     for name in RUNS:
@@ -667,7 +667,7 @@ def test_a_rollback_of_a_loop_is_as_if_the_bad_steps_had_not_been(steps):
 
     def run(loop, chosen, factor=1.0):
         for number in chosen:
-            torch.manual_seed(number)
+            torch.default_generator.manual_seed(number)
             loop.guard.step(lambda x, y: loop.loss(x, y) * factor, batch=data[number])
             yield loop.guard.last._replace(step=0)
 

@@ -16,6 +16,7 @@ def test_blocks_of_the_models_here():
     assert [*blocks(tiny_resnet())] == ["stages.0.0", "stages.1.0", "stages.2.0"]
 
 
+@pytest.mark.slow
 def test_blocks_of_others():
     assert [*blocks(resnet18())] == [f"layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)]
     assert [*blocks(vit_b_16())][:2] == ["encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1"]

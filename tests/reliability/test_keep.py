@@ -10,6 +10,7 @@ pytestmark = pytest.mark.beside
 
 
 @pytest.mark.parametrize("case", ["GPT, a label out of range", "ResNet, a pixel of 1e6"])
+@pytest.mark.slow
 def test_bad_steps_are_skipped_or_applied_without_their_samples(case):
     found = {policy: [keep.trained(case, policy, 0, steps=30, bad=6)] for policy in keep.POLICIES}
     (clean,), (skipped,), (kept,) = (found[policy] for policy in keep.POLICIES)

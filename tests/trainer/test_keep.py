@@ -214,7 +214,7 @@ def test_a_fault_of_the_whole_step_is_no_fault_of_samples(tmp_path):
     assert (job.tools.guard.kept_steps, job.tools.guard.skips["nonfinite"]) == (0, 1)
 
 
-@pytest.mark.slow(unless=lambda crash_at_tick: crash_at_tick == BAD + 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("crash_at_tick", [BAD + 1, BAD + 3])
 def test_a_killed_run_that_is_resumed_equals_one_that_was_not(tmp_path, crash_at_tick):
     """Killed after the kept step was held, and after it was applied; two kept steps, dropout, and the counts."""

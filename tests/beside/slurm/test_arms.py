@@ -95,6 +95,7 @@ def test_a_task_is_given_its_file_and_the_folder_of_its_arm(tmp_path):
     assert (array / "1" / "slurm.without_step").read_text() == "2\n"
 
 
+@pytest.mark.slow
 def test_the_array_is_named_before_it_runs(shared_run, asked, tmp_path, capsys):
     words = ["--slurm", "--gpu", "a100", "--list", "--arms", "nothing"]
     assert main(["whatif", str(shared_run), *words, "--cluster", str(tmp_path / "cluster.conf")]) == 0

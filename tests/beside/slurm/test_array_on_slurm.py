@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-import stabletrain
 from stabletrain.tracking.metrics import read_jsonl
+from tests import forkserver
 from tests.beside.slurm.stand_ins import stand_in
-from tests.beside.whatif.given import TROUBLED
+from tests.beside.whatif.given import trained
 from tests.beside.whatif.test_rounds import losses
+from tests.once import once
 from tests.runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(290)]
@@ -30,21 +31,19 @@ TYPED = ["--arms", "nothing", LONG, "--past", "600", "--steps", "0"]
 @pytest.fixture(scope="module")
 def halted(tmp_path_factory):
     """A run of many steps that the guard has halted at the first trouble."""
-    folder = tmp_path_factory.mktemp("halted") / "run"
-    assert (
-        stabletrain.train([*TROUBLED, "steps=3000", "guard.max_rollbacks=0", f"hydra.run.dir={folder}"]).folder
-        == folder
-    )
-    return folder
+    return once(tmp_path_factory, "halted", lambda folder: trained(folder, "steps=3000", "guard.max_rollbacks=0"))
 
 
 @pytest.fixture(scope="module")
 def whole(halted, tmp_path_factory):
     """The folder of a what-if whose arms have run in one process."""
-    run = shutil.copytree(halted, tmp_path_factory.mktemp("whole") / "run")
-    done = finished(started(run, os.environ, *TYPED))
-    assert done[0] == 0, done
-    return folder_of(run)
+
+    def try_arms(place):
+        run = shutil.copytree(halted, place / "run")
+        done = finished(started(run, os.environ, *TYPED))
+        assert done[0] == 0, done
+
+    return folder_of(once(tmp_path_factory, "halted_whole", try_arms) / "run")
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def folder_of(run):
 
 def started(run, environment, *typed):
     """Starts `stabletrain whatif` in the background, in a group of its own as a shell does."""
-    words = [sys.executable, "-m", "stabletrain.cli.commands", "whatif", str(run), *typed]
+    words = [forkserver.python(), "-m", "stabletrain.cli.commands", "whatif", str(run), *typed]
     variables = {**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         words, cwd=run.parent, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

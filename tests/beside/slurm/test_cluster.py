@@ -12,6 +12,7 @@ from safetensors import safe_open
 from stabletrain.beside.comparison import frame
 from stabletrain.tracking.metrics import read_jsonl
 from tests.beside.slurm.stand_ins import stand_in
+from tests.once import once
 from tests.runs import TINY_GPT, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
@@ -28,10 +29,13 @@ ENDLESS = [*TINY_GPT, "steps=1000000", "warmup.steps=10", "eval_every=1000000", 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The weights of LONG, trained without interruption."""
-    place = tmp_path_factory.mktemp("whole")
-    done = command(*LONG, "hydra.run.dir=run", cwd=place)
-    assert done.returncode == 0, done.stderr
-    return weights(place / "run")
+
+    def train(place):
+        place.mkdir()
+        done = command(*LONG, "hydra.run.dir=run", cwd=place)
+        assert done.returncode == 0, done.stderr
+
+    return weights(once(tmp_path_factory, "slurm_whole", train) / "run")
 
 
 def weights(folder):

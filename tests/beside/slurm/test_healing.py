@@ -4,8 +4,8 @@ import pytest
 
 from stabletrain.tracking.metrics import read_jsonl
 from tests.beside.slurm.test_cluster import again, log, record
-from tests.beside.whatif.test_interrupted import RUN, end
-from tests.runs import command
+from tests.beside.whatif.test_interrupted import RUN, end, uninterrupted
+from tests.once import once
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
 
@@ -13,10 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.ti
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The end of the run without Slurm and without interruption."""
-    place = tmp_path_factory.mktemp("whole")
-    done = command(*RUN, cwd=place)
-    assert done.returncode == 0, done.stderr
-    return end(place / "run")
+    return end(once(tmp_path_factory, "healing_whole", uninterrupted) / "run")
 
 
 def tried(run):

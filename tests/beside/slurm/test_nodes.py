@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.beside.slurm.test_cluster import again, log, record, step, weights
+from tests.once import once
 from tests.parallel.launches import performed
 from tests.runs import TINY_GPT
 
@@ -24,8 +25,12 @@ KINDS = ("ddp", "fsdp")
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The weights of uninterrupted two-rank runs on one machine without Slurm, by kind of parallelism."""
-    place = tmp_path_factory.mktemp("whole_of_two")
-    performed(place, 2, {kind: {"overrides": [*CHOSEN, f"parallel={kind}"]} for kind in KINDS})
+
+    def train(place):
+        place.mkdir()
+        performed(place, 2, {kind: {"overrides": [*CHOSEN, f"parallel={kind}"]} for kind in KINDS})
+
+    place = once(tmp_path_factory, "slurm_whole_of_two", train)
     return {kind: weights(place / kind) for kind in KINDS}
 
 

@@ -92,6 +92,7 @@ def ran(runs, queue, *answers):
     return told
 
 
+@pytest.mark.slow
 def test_the_tasks_of_an_array_compute_what_this_process_does(shared_run, tmp_path, queue, capsys):
     queue.perform, arms = run_arm, ARMS[1:]
     runs = arm_runs_of(shared_run, tmp_path / "there", arms=arms)

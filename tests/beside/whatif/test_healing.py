@@ -27,6 +27,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.stored.run_files import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
+from tests.once import once
 from tests.runs import TINY_GPT
 from tests.tracking.wandb_file import read_file
 
@@ -46,21 +47,22 @@ def events(folder, kind):
 
 @pytest.fixture(scope="module")
 def healed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("healed") / "run"
+    """The folder of a run that was healed."""
     logged = [*(each for each in HALTS if not each.startswith(("wandb", "report"))), "wandb=offline"]
-    return stabletrain.train([*logged, "guard.escalate=whatif", "guard.whatif_steps=600", f"hydra.run.dir={folder}"])
+    logged += ["guard.escalate=whatif", "guard.whatif_steps=600"]
+    return once(tmp_path_factory, "healed", lambda folder: stabletrain.train([*logged, f"hydra.run.dir={folder}"]))
 
 
 @pytest.mark.slow
 def test_a_run_that_halts_goes_on_with_the_arm_that_won(healed):
-    assert healed.status == "finished"
-    (halt,), (heal,) = events(healed.folder, "halt"), events(healed.folder, "heal")
+    assert read_run_record(healed)["status"] == "finished"
+    (halt,), (heal,) = events(healed, "halt"), events(healed, "heal")
     assert (heal["tick"], heal["step"]) == (halt["tick"], halt["step"])
-    place = healed.folder / "whatif" / f"halt-{halt['tick']:08d}"
+    place = healed / "whatif" / f"halt-{halt['tick']:08d}"
     found = json.loads((place / "whatif.json").read_text())
     assert heal["arm"] == found["winner"]
     arm = losses(place / next(each["folder"] for each in found["arms"] if each["arm"] == heal["arm"]))
-    run = losses(healed.folder)
+    run = losses(healed)
     assert len(arm.keys() & run.keys()) >= 60
     assert {step: run[step] for step in arm if step in run} == {step: arm[step] for step in arm if step in run}
     assert max(run) == 140
@@ -68,24 +70,24 @@ def test_a_run_that_halts_goes_on_with_the_arm_that_won(healed):
 
 @pytest.mark.slow
 def test_a_healing_is_counted_in_the_record_and_shown_in_the_report_and_in_the_comparison(healed):
-    (heal,) = events(healed.folder, "heal")
-    final = read_run_record(healed.folder)["final"]
+    (heal,) = events(healed, "heal")
+    final = read_run_record(healed)["final"]
     assert (final["guard/healings"], final["guard/whatif_steps"]) == (1, heal["steps"])
-    found = read_run(healed.folder)
+    found = read_run(healed)
     assert (len(found.healings), found.rollbacks, found.last("val/loss")) == (1, 0, final["val/loss"])
     assert [len(steps) for steps, _ in found.abandoned("train/loss")] == [heal["step"] - heal["to"]]
     (step, _), drawn = chart_data(found, 500)["healings"][0], chart_data(found, 500)["rollbacks"]
     assert (step, drawn) == (heal["step"], [])
-    assert f'<a href="whatif/halt-{heal["tick"]:08d}/whatif.html">' in (healed.folder / "report.html").read_text()
+    assert f'<a href="whatif/halt-{heal["tick"]:08d}/whatif.html">' in (healed / "report.html").read_text()
     for key, _, value in (each.partition("=") for each in heal["settings"]):
         assert str(found.settings[key]) == value
 
 
 @pytest.mark.slow
 def test_wandb_has_a_healed_run_as_one_run_with_an_alert_and_the_settings_in_force(healed):
-    first, second = map(read_file, sorted((healed.folder / "wandb").rglob("run-*.wandb")))
-    (heal,) = events(healed.folder, "heal")
-    assert first["id"] == second["id"] == read_run_record(healed.folder)["id"]
+    first, second = map(read_file, sorted((healed / "wandb").rglob("run-*.wandb")))
+    (heal,) = events(healed, "heal")
+    assert first["id"] == second["id"] == read_run_record(healed)["id"]
     assert (first["exit_code"], second["exit_code"]) == (3, 0)
     assert ("heal", heal["text"]) in second["alerts"]
     names = ("status", "guard/healings", "guard/whatif_steps", "guard/healed_by")
@@ -122,7 +124,21 @@ def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
     assert (final["guard/healings"], final["guard/whatif_steps"]) == (0, unhealed["steps"])
 
 
+@pytest.fixture
+def few_arms(monkeypatch):
+    """Has a what-if try four of the arms that apply: each is a run of its own, and takes a second to begin."""
+
+    def plan_few(asked, plan=healing.plan):
+        found = plan(asked)
+        return replace(
+            found, arms=[arm for arm in found.arms if arm.name in ("nothing", "skip", "lr_half", "lr_usual")]
+        )
+
+    monkeypatch.setattr(healing, "plan", plan_few)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_arms")
 def test_the_best_arm_is_tried_from_step_0(tmp_path):
     # Bad data from batch 150 on: without them the run from step 0 is the same up to there, bit for bit.
     late = ["optimizer.lr=0.01", "steps=320", "faults=poison", "faults.at=[150]", "faults.length=4"]
@@ -144,6 +160,7 @@ def test_the_best_arm_is_tried_from_step_0(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_arms")
 def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
     # The run has rolled back, and skipped data, before the state from which the arms start. The usual learning rate
     # from step 0 has no trouble, so it would read all of these data.
@@ -169,6 +186,7 @@ def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_arms")
 def test_a_run_heals_itself_twice(tmp_path):
     # The second bad data come after the second round of the first what-if.
     twice = [

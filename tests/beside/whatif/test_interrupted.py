@@ -9,6 +9,7 @@ import pytest
 from stabletrain.tracking.metrics import read_jsonl
 from tests.beside.whatif import interrupted
 from tests.beside.whatif.test_healing import HALTS
+from tests.once import once
 from tests.reliability.ends import everything, metrics
 from tests.runs import ROOT, command, python
 
@@ -29,12 +30,16 @@ def end(folder):
     )
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    place = tmp_path_factory.mktemp("whole")
+def uninterrupted(place):
+    """Trains the run in a folder, as a command."""
+    place.mkdir()
     done = command(*RUN, cwd=place)
     assert done.returncode == 0, done.stderr
-    return end(place / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return end(once(tmp_path_factory, "healing_whole", uninterrupted) / "run")
 
 
 MOMENTS = [("SIGTERM", "arm:30"), ("SIGKILL", "install:1"), ("SIGKILL", "stop:2"), ("SIGTERM", "cost:3")]

@@ -41,6 +41,7 @@ def test_the_usual_rate_is_that_of_the_optimizers_option(resnet):
     assert usual_lr(replace(base, settings=base.settings._replace(choices=chosen))) == 0.1
 
 
+@pytest.mark.slow
 def test_a_resnet_has_no_attention(resnet):
     base = read_base(resnet, 10)
     found = refusals(catalogue(base.settings.choices, base.settings.flat(), base.precision, 10), base)

@@ -91,6 +91,7 @@ def test_an_arm_that_is_over_is_not_run_again(shared_run, tmp_path, monkeypatch)
     assert not arm_to(shared_run, tmp_path / "arm", 62).over
 
 
+@pytest.mark.slow
 def test_an_arm_stopped_by_a_signal_goes_on(shared_run, tmp_path, monkeypatch):
     reached = arm_run.ReachedStep.__call__
 
@@ -152,6 +153,7 @@ def test_an_arm_that_cannot_be_built_says_why(shared_run, tmp_path):
     assert not mine.over, "it is tried again: the reason may be gone"
 
 
+@pytest.mark.slow
 def test_the_outcome_knows_which_batch_a_step_read(shared_run, tmp_path):
     # The run's own fault at tick 90 makes this arm roll back, and skip data.
     mine = arm_to(shared_run, tmp_path / "arm", 110, Arm("nothing"))
