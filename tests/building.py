@@ -1,6 +1,5 @@
 """Builds small runs in half of the time: what is the same for each run of a process is computed once."""
 
-import sysconfig
 from functools import wraps
 from typing import Any
 
@@ -9,15 +8,15 @@ import pytest
 
 def remember(patch: pytest.MonkeyPatch) -> None:
     """Has this process keep the text of the standard library, its hash, and the FLOPs of each model."""
-    from stabletrain.data.text import Stdlib  # not before `--types` has its checks in place
+    from stabletrain.data import text  # not before `--types` has its checks in place
     from stabletrain.trainer import contract
 
     libraries, hashes, flops = {}, {}, {}
-    make, fingerprint, count = Stdlib.__init__, Stdlib.fingerprint, contract.flops_per_sample
+    make, fingerprint, count = text.Stdlib.__init__, text.Stdlib.fingerprint, contract.flops_per_sample
 
     @wraps(make)
     def made_once(self: Any, *given: Any, **named: Any) -> None:
-        key = repr((sysconfig.get_paths()["stdlib"], given, sorted(named.items())))
+        key = repr((text.sysconfig.get_paths()["stdlib"], given, sorted(named.items())))
         if key not in libraries:
             make(self, *given, **named)
             libraries[key] = {**vars(self)}
@@ -38,6 +37,6 @@ def remember(patch: pytest.MonkeyPatch) -> None:
             flops[key] = count(model, inputs)
         return flops[key]
 
-    patch.setattr(Stdlib, "__init__", made_once)
-    patch.setattr(Stdlib, "fingerprint", hashed_once)
+    patch.setattr(text.Stdlib, "__init__", made_once)
+    patch.setattr(text.Stdlib, "fingerprint", hashed_once)
     patch.setattr(contract, "flops_per_sample", counted_once)
