@@ -16,7 +16,7 @@ def remember(patch: pytest.MonkeyPatch) -> None:
 
     @wraps(make)
     def made_once(self: Any, *given: Any, **named: Any) -> None:
-        key = repr((text.sysconfig.get_paths()["stdlib"], given, sorted(named.items())))
+        key = repr((type(self), text.sysconfig.get_paths()["stdlib"], given, sorted(named.items())))
         if key not in libraries:
             make(self, *given, **named)
             libraries[key] = {**vars(self)}
