@@ -1,9 +1,11 @@
 """The run that the tests of a what-if share. None of them may write into it."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from stabletrain.beside.whatif import healing
 from tests.beside.whatif.given import trained
 from tests.once import once
 
@@ -17,3 +19,16 @@ def shared_run(tmp_path_factory):
 def run(shared_run, tmp_path):
     """A copy of the run, for a test that writes into it."""
     return shutil.copytree(shared_run, tmp_path / "run")
+
+
+@pytest.fixture
+def few_arms(monkeypatch):
+    """Has a what-if try four of the arms that apply: each is a run of its own, and takes a second to begin."""
+
+    def plan_few(asked, plan=healing.plan):
+        found = plan(asked)
+        return replace(
+            found, arms=[arm for arm in found.arms if arm.name in ("nothing", "skip", "lr_half", "lr_usual")]
+        )
+
+    monkeypatch.setattr(healing, "plan", plan_few)

@@ -124,19 +124,6 @@ def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
     assert (final["guard/healings"], final["guard/whatif_steps"]) == (0, unhealed["steps"])
 
 
-@pytest.fixture
-def few_arms(monkeypatch):
-    """Has a what-if try four of the arms that apply: each is a run of its own, and takes a second to begin."""
-
-    def plan_few(asked, plan=healing.plan):
-        found = plan(asked)
-        return replace(
-            found, arms=[arm for arm in found.arms if arm.name in ("nothing", "skip", "lr_half", "lr_usual")]
-        )
-
-    monkeypatch.setattr(healing, "plan", plan_few)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_arms")
 def test_the_best_arm_is_tried_from_step_0(tmp_path):

@@ -135,6 +135,7 @@ def test_recordings_survive_packing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_arms")
 def test_a_case_is_recorded() -> None:
     halts = [*TINY_GPT, "steps=140", "precision=fp32", "optimizer.lr=3", "schedule=constant", "guard.whatif_steps=600"]
     halts += ["guard.max_rollbacks=0", "guard.patience=4", "checkpoint.every=40"]
