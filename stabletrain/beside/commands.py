@@ -83,6 +83,10 @@ def add_losses_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smooth", type=int, default=0, metavar="STEPS", help="draw running means over so many steps, too (default: 0)"
     )
+    parser.add_argument("--each", action="store_true", help="draw every run, and no means over seeds")
+    parser.add_argument(
+        "--label", action="append", default=[], metavar="RUN=TEXT", help="name of a run in the legend; can be repeated"
+    )
 
 
 def losses(chosen: argparse.Namespace) -> None:
@@ -90,7 +94,13 @@ def losses(chosen: argparse.Namespace) -> None:
     from stabletrain.beside.comparison.pictures import draw_losses
     from stabletrain.beside.comparison.reading.runs import read_runs
 
-    draw_losses(read_runs(chosen.runs), chosen.file, chosen.smooth)
+    labels = {}
+    for label in chosen.label:
+        run, equals, text = label.partition("=")
+        if not (run and equals and text):
+            raise ConfigError(f"--label {label!r} is not RUN=TEXT: name a run and its text, such as 0='no guard'")
+        labels[run] = text
+    draw_losses(read_runs(chosen.runs), chosen.file, chosen.smooth, chosen.each, labels)
 
 
 def add_forecast_arguments(parser: argparse.ArgumentParser) -> None:

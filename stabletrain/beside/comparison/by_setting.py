@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from stabletrain.beside.comparison.groups import NOT_OVER, SEED
 from stabletrain.beside.comparison.intervals import Interval, of_independent
 from stabletrain.beside.comparison.reading.settings import setting_text
-from stabletrain.beside.comparison.sensitivity import RATE, SEED
+from stabletrain.beside.comparison.sensitivity import RATE
 from stabletrain.errors import ConfigError, closest
 from stabletrain.printable import one_line
 
 PREFIX = "settings."
-
-NOT_OVER = ("running", "preempted", "empty", "broken")
-"""Statuses of runs that may still end well, or of which nothing is known."""
 
 
 class Setting(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from stabletrain.beside.comparison.groups import SEED
 from stabletrain.beside.comparison.reading.run import Run
 from stabletrain.beside.comparison.reading.runs import read_runs
 from stabletrain.beside.comparison.reading.settings import (
@@ -24,7 +25,7 @@ from stabletrain.beside.comparison.reading.settings import (
     value_of,
     varying_keys,
 )
-from stabletrain.beside.comparison.sensitivity import SEED, arms, grouped
+from stabletrain.beside.comparison.sensitivity import arms, grouped
 from stabletrain.tracking.columns import COLUMNS, IN_FRAME
 
 UNITS = ("tokens", "images", "samples")

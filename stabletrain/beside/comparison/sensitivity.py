@@ -12,11 +12,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from stabletrain.beside.comparison.groups import SEED, setting_names
 from stabletrain.beside.comparison.reading.run import Run
-from stabletrain.beside.comparison.reading.settings import distinguishing_keys, setting_text, value_of, without_implied
+from stabletrain.beside.comparison.reading.settings import setting_text, value_of
 from stabletrain.printable import one_line
 
-RATE, SEED = "optimizer.lr", "seed"
+RATE = "optimizer.lr"
 LOGIT = "monitors/attn_logit_max"
 
 
@@ -121,15 +122,9 @@ def arms(runs: Sequence[Run]) -> list[Arm]:
 
 def grouped(runs: Sequence[Run]) -> dict[str, dict[str, dict[float, Run]]]:
     """Groups runs by the settings that tell them apart, then by seed, then by learning rate."""
-    where = [name for name in ("card", "precision") if len({getattr(run, name) for run in runs}) > 1]
-    keys = without_implied(runs, [key for key in distinguishing_keys(runs, but=(RATE, SEED)) if key not in where])
     found: dict[str, dict[str, dict[float, Run]]] = {}
-    for run in runs:
-        name = " ".join(
-            [f"{key}={setting_text(value_of(run, key))}" for key in keys]
-            + [f"{key}={getattr(run, key)}" for key in where]
-        )
-        curve = found.setdefault(name or "all", {}).setdefault(setting_text(value_of(run, SEED)), {})
+    for run, name in zip(runs, setting_names(runs, but=(RATE, SEED)), strict=True):
+        curve = found.setdefault(name, {}).setdefault(setting_text(value_of(run, SEED)), {})
         rate = rate_of(run)
         if rate not in curve or point(run) is not None:
             curve[rate] = run

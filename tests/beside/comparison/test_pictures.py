@@ -8,6 +8,7 @@ from matplotlib import pyplot
 
 from stabletrain.beside.comparison.pictures import (
     MOST,
+    WIDEST,
     applied_and_skipped_losses,
     best_and_worst,
     draw,
@@ -16,10 +17,11 @@ from stabletrain.beside.comparison.pictures import (
 )
 from stabletrain.beside.comparison.reading.runs import read_run, read_runs
 from stabletrain.beside.comparison.sensitivity import arms
+from stabletrain.cli.commands import main
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import read_jsonl
 from tests.beside.comparison.made_pages import made
-from tests.beside.comparison.written import AT_INIT, write
+from tests.beside.comparison.written import AT_INIT, word, write
 
 
 @pytest.fixture
@@ -48,9 +50,12 @@ def test_the_sensitivity_picture_shows_means_bands_and_a_cross_for_a_diverged_ru
     assert (loss.get_xscale(), logit.get_yscale(), loss.get_xlabel()) == ("log", "log", "peak learning rate")
     curves = [line for line in lines_of(loss) if line[1] == "o"]
     assert curves == [
-        ("stability=none", "o", [0.01, 0.1], [2.25, AT_INIT]),
-        ("stability=full", "o", [0.01, 0.1], [1.375, 1.625]),
+        ("stability=none (n=2)", "o", [0.01, 0.1], [2.25, AT_INIT]),
+        ("stability=full (n=2)", "o", [0.01, 0.1], [1.375, 1.625]),
     ]
+    assert loss.get_title(loc="left") == (
+        "line: mean over n seeds; band: lowest to highest\ncross: diverged, counted as its loss at init (1)"
+    )
     crosses = [(x, y) for _, marker, x, y in lines_of(loss) if marker == "x" and x]
     assert crosses == [([0.1], [AT_INIT])], "of the two runs above their loss at init, only one diverged"
     lowest, highest = (pick(loss.collections[1].get_paths()[0].vertices[:, 1]) for pick in (min, max))
@@ -58,12 +63,12 @@ def test_the_sensitivity_picture_shows_means_bands_and_a_cross_for_a_diverged_ru
     assert [line[3] for line in lines_of(logit)[:1]] == [[3.0, 3.0]]
 
 
-def test_the_loss_picture_shows_means_without_skips_crosses_for_skips_and_rolled_back_losses(tmp_path, figures):
+def test_the_loss_picture_shows_runs_without_skips_crosses_for_skips_and_rolled_back_losses(tmp_path, figures):
     for seed, level in enumerate((1.0, 2.0)):
         made(tmp_path / str(seed), f"seed={seed}", level=level, nan_at=20 if seed else None)
     made(tmp_path / "2", "seed=2", rolled_back=(24, 30))
     runs = read_runs([tmp_path])
-    draw_losses(runs, tmp_path / "losses.svg")
+    draw_losses(runs, tmp_path / "losses.svg", each=True)
     (axis,) = figures[0].axes
     curves = {name: (x, y) for name, _, x, y in lines_of(axis) if name.startswith("seed=")}
     assert {*curves} == {"seed=0", "seed=1", "seed=2"}
@@ -88,12 +93,16 @@ def test_the_loss_picture_of_a_run_that_was_halted_early_shows_its_point_its_ski
     ]
 
 
-def test_the_loss_picture_marks_forecasts_on_the_curve(tmp_path, figures):
+def test_the_loss_picture_marks_forecasts_on_the_curve_and_names_their_run(tmp_path, figures):
     lines = [{"step": step, "train/loss": 4.0, "guard/applied": 1} for step in range(1, 21)]
     events = [{"event": "forecast", "step": step, "signal": "log_z", "text": "soon"} for step in (5, 15)]
-    draw_losses([read_run(write(tmp_path / "run", lines=lines, events=events))], tmp_path / "losses.svg")
+    write(tmp_path / "a", ["precision=fp16"], lines=lines, events=events)
+    write(tmp_path / "b", ["precision=bf16"], lines=lines)
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
     (axis,) = figures[0].axes
-    assert [(x, y) for _, marker, x, y in lines_of(axis) if marker == "v"] == [([5, 15], [4.0, 4.0])]
+    assert [(name, x, y) for name, marker, x, y in lines_of(axis) if marker == "v"] == [
+        ("forecast for precision=fp16: steps 5, 15", [5, 15], [4.0, 4.0])
+    ]
 
 
 def test_the_loss_picture_has_a_dash_dotted_line_where_a_run_halted_and_went_on(tmp_path, figures):
@@ -109,13 +118,66 @@ def test_the_loss_picture_has_a_dash_dotted_line_where_a_run_halted_and_went_on(
 def test_runs_with_the_same_settings_are_told_apart_by_their_folders(tmp_path, figures):
     for name, seed in (("a/0", 0), ("b/0", 0), ("b/1", 1)):
         made(tmp_path / name, f"seed={seed}")
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg", each=True)
     draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
-    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
-    assert labels == ["seed=0 (a/0)", "seed=0 (b/0)", "seed=1"]
+    labels = [[text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in figures]
+    assert labels == [["seed=0 (a/0)", "seed=0 (b/0)", "seed=1"], ["a (n=1)", "b (n=2)"]]
     made(tmp_path / "c" / "2", f"data.path={'long/' * 20}")
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg", each=True)
+    labels = [text.get_text() for text in figures[2].axes[0].get_legend().get_texts()]
+    assert max(len(line) for label in labels for line in label.split("\n")) <= WIDEST
+    assert f"data.path={'long/' * 20}" in labels[-1].replace("\n", ""), "wrapped, and not cut"
+
+
+def test_a_label_names_a_run_in_words(tmp_path, figures):
+    for number, guard in enumerate(("off", "rollback")):
+        made(tmp_path / str(number), f"guard={guard}")
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg", labels={"0": "faults, no guard"})
+    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert labels == ["faults, no guard", "guard=rollback"]
+    with pytest.raises(ConfigError, match="--label 2=...: no run has this name; the runs are 0, 1"):
+        draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg", labels={"2": "x"})
+    assert main(["losses", str(tmp_path), str(tmp_path / "losses.svg"), "--label", "0"]) == 2
+
+
+def seeds(folder, precision, losses, **more):
+    """Writes a run per seed, each of two steps that end at its loss, at which it is evaluated."""
+    for seed, loss in enumerate(losses):
+        lines = [{"step": 1, "train/loss": 5.5, "guard/applied": 1}]
+        lines += [{"step": 2, "train/loss": word(loss), "guard/applied": 1, "val/loss": word(loss)}]
+        write(folder / f"{precision}-{seed}", [f"precision={precision}", f"seed={seed}"], lines=lines, **more)
+
+
+def test_seeds_are_one_mean_with_a_band_and_a_run_that_broke_is_in_no_mean(tmp_path, figures):
+    seeds(tmp_path, "fp32", [2.0, 3.0, 4.0])
+    seeds(tmp_path, "fp16", [2.5, math.inf, 3.5])
     draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
-    labels = [text.get_text() for text in figures[1].axes[0].get_legend().get_texts()]
-    assert labels == ["a/0", "b/0", "b/1", "c/2"], "longer names would hide the picture"
+    (axis,) = figures[0].axes
+    found = {name: (x, y) for name, marker, x, y in lines_of(axis) if x and marker == "o"}
+    assert found == {
+        "precision=fp16 (n=2 of 3, 1 broke)": ([1, 2], [5.5, 3.0]),
+        "precision=fp16 seed=1: broke, Infinity from\nstep 2": ([1, 2], [5.5, math.inf]),
+        "precision=fp32 (n=3)": ([1, 2], [5.5, 3.0]),
+    }
+    assert [x for _, marker, x, _ in lines_of(axis) if marker == "X"] == [[2]], "where it is no longer finite"
+    low, high = (pick(axis.collections[1].get_paths()[0].vertices[:, 1]) for pick in (min, max))
+    assert (low, high) == (2.0, 5.5), "3 ± 1 at the end, and no deviation at the first step"
+    said = axis.get_title(loc="left")
+    assert "band: ± 1 standard deviation (n - 1)" in said
+    assert "dashed: a run that broke or is not over, in no mean" in said
+
+
+def test_the_axis_reaches_the_loss_of_a_lost_run_and_shows_the_others_too(tmp_path, figures):
+    seeds(tmp_path / "a", "fp32", [2.0])
+    seeds(tmp_path / "a", "fp16", [71.0])
+    draw_losses(read_runs([tmp_path / "a"]), tmp_path / "losses.svg")
+    (axis,) = figures[0].axes
+    assert axis.get_yscale() == "log"
+    low, high = axis.get_ylim()
+    assert low < 2.0 < 71.0 < high
+    seeds(tmp_path / "b", "bf16", [6.0])
+    draw_losses(read_runs([tmp_path / "b"]), tmp_path / "losses.svg")
+    assert figures[1].axes[0].get_yscale() == "linear"
 
 
 def test_the_same_runs_give_the_same_bytes(tmp_path):
@@ -180,8 +242,8 @@ def test_a_running_mean_goes_over_steps_and_not_over_logged_points():
 def test_a_picture_says_how_many_runs_it_leaves_out(tmp_path, figures):
     for number in range(MOST + 1):
         write(tmp_path / str(number), [f"seed={number}"], lines=[{"step": 1, "train/loss": 1.0 + number}])
-    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
-    assert figures[0].axes[0].get_title() == f"{MOST} of {MOST + 1} runs: the lowest and the highest losses"
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg", each=True)
+    assert figures[0].axes[0].get_title(loc="left") == f"{MOST} of {MOST + 1} runs: lowest and highest losses"
 
 
 def test_of_many_runs_the_lowest_and_highest_losses_are_drawn_in_the_original_order(tmp_path):
