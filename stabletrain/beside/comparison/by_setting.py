@@ -212,7 +212,8 @@ def sentence(settings: Sequence[Setting], unit: str = "", most: int = 3) -> str:
     if not best.losses or not others:
         return ""
     said = f"Best setting: {best.name}{'' if best.rate is None else f' {RATE}={best.rate:g}'}, {best.loss}{unit} "
-    said += f"({best.ended} run{'s' if best.runs > 1 else ''})."
+    count, *others_ended = best.ended.split(", ")
+    said += f"({', '.join([f'{count} run' + 's' * (best.runs > 1), *others_ended])})."
     near = [each for each in others if each.losses and not each.difference.excludes_zero]
     if not near:
         return f"{said} All others are worse, the next one by {above(others[0])}." if others[0].losses else said

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stabletrain.beside.comparison.groups import Group, groups, mean_of
-from stabletrain.beside.comparison.reading.columns import Curve
+from stabletrain.beside.comparison.reading.columns import Curve, not_finite
 from stabletrain.beside.comparison.reading.run import Run
 from stabletrain.beside.comparison.reading.settings import distinguishing_keys, setting_text, value_of
 from stabletrain.beside.comparison.sensitivity import Arm
 from stabletrain.errors import ConfigError, closest
-from stabletrain.tracking.metrics import plain
 
 Drawn = TypeVar("Drawn", Run, Group)
 
@@ -197,7 +196,7 @@ def draw_run(axis: Any, run: Run, name: str, smooth: int, color: Any = None, ls:
     """Draws one run's losses, and what befell it, in one colour; returns the kinds of `KINDS`; see `draw_losses`."""
     (steps, losses), (skipped, lost) = applied_and_skipped_losses(run)
     kinds, marker = [], "o" if len(steps) < FEW else ""  # a line through one point is invisible
-    ends = not_finite(steps, losses)
+    ends = not_finite((steps, losses))
     said = "".join(f", {word} from step {step}" for step, word in ends[:1])
     style = {"color": color} if color else {}
     if smooth:
@@ -230,13 +229,6 @@ def draw_run(axis: Any, run: Run, name: str, smooth: int, color: Any = None, ls:
     return kinds
 
 
-def not_finite(steps: np.ndarray, values: np.ndarray) -> list[tuple[int, str]]:
-    """Returns the first step of each stretch of values that are not finite, and that value as a word."""
-    bad = ~np.isfinite(values)
-    first = bad & ~np.concatenate([[False], bad[:-1]])
-    return [(int(step), str(plain(float(value)))) for step, value in zip(steps[first], values[first], strict=True)]
-
-
 def run_names(runs: Sequence[Run], trained: Sequence[Run], labels: Mapping[str, str]) -> dict[int, str]:
     """Returns the name of each trained run by its `id()`: its label, or what tells it apart; raises ConfigError."""
     known = [run.name for run in trained]
@@ -260,6 +252,11 @@ def reach_all(axis: Any, first: float) -> None:
     losses = losses[np.isfinite(losses)]
     if len(losses) and losses.min() > 0 and losses.max() > FAR * first:
         axis.set_yscale("log")
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")  # 20, and not 2 x 10^1
+        axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def say_and_name(axes: Sequence[Any], notes: Iterable[str]) -> None:
@@ -313,10 +310,13 @@ def running_mean(steps: np.ndarray, values: np.ndarray, over: int) -> np.ndarray
     """Returns bias-corrected exponential running means `[point]`.
 
     A value weighs less by a factor of e for every `over` steps that it is old, however many steps lie between two
-    logged ones.
+    logged ones. A value that is not finite is in no mean, and stays itself. `pictures.js` does the same.
     """
     means, total, weight = [], 0.0, 0.0
     for past, value in zip(np.diff(steps, prepend=steps[:1]), values, strict=True):
+        if not math.isfinite(value):
+            means.append(value)
+            continue
         kept = math.exp(-past / over)
         total, weight = kept * total + value, kept * weight + 1.0
         means.append(total / weight)

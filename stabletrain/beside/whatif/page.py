@@ -19,7 +19,7 @@ from stabletrain.beside.whatif.report import (
     signed,
 )
 
-SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "arms.js"]
+SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "save.js", "pictures.js", "arms.js"]
 STYLES = ["uplot.min.css", "page.css"]
 
 LONGEST = 80

@@ -6,27 +6,28 @@ that they are never hidden.
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
-from stabletrain.beside.comparison.reading.columns import Curve, thin
+from stabletrain.beside.comparison.groups import mean_of
+from stabletrain.beside.comparison.pictures import FAR
+from stabletrain.beside.comparison.reading.columns import Curve, not_finite, thin
 from stabletrain.beside.comparison.reading.run import Run
 from stabletrain.stored.json_files import read_words
-from stabletrain.tracking.metrics import plain
 
 PANELS: list[dict[str, Any]] = [
     {
         "title": "Training loss",
         "names": ["train/loss"],
-        "cap": True,
+        "far": FAR,
         "smooth": True,
         "marks": True,
     },
-    {"title": "Validation loss", "names": ["val/loss"], "cap": True, "dots": True},
+    {"title": "Validation loss", "names": ["val/loss"], "far": FAR, "dots": True},
     {"title": "Validation accuracy", "names": ["val/accuracy"], "dots": True},
     {"title": "Gradient norm", "names": ["grad/norm"], "log": True, "smooth": True, "signals": ["grad_norm"]},
     {
@@ -77,7 +78,7 @@ PANELS: list[dict[str, Any]] = [
 ]
 """The charts over steps: title, metrics, axis, and a note for the reader.
 
-A chart with `marks` shows all marks; one with `signals` the forecasts about these signals.
+A chart with `marks` shows all marks; one with `signals` the forecasts about these signals. `far`: see `pictures.FAR`.
 """
 
 LOSS = "train/loss"
@@ -135,6 +136,25 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
     }
 
 
+def mean_data(runs: Sequence[Run], points: int) -> dict[str, Any]:
+    """Returns the mean curves of some runs by metric: `x`, `y`, and `band`: `y` less and plus one standard deviation.
+
+    Only metrics that all of the runs have logged have a curve. That of the loss is over the steps that all applied.
+    """
+    known = [run.curves(NAMES) | {LOSS: run.applied_and_skipped_losses()[0]} for run in runs]
+    found = {}
+    for name in NAMES:
+        if not all(name in curves for curves in known):
+            continue
+        steps, mean, deviation = mean_of([curves[name] for curves in known])
+        if len(steps):
+            drawn = as_lists((steps, mean), points)
+            at = np.searchsorted(steps, drawn["x"])
+            edges = (mean[at] - deviation[at], mean[at] + deviation[at])
+            found[name] = drawn | {"band": [[rounded(value) for value in edge.tolist()] for edge in edges]}
+    return found
+
+
 def skip_marks(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[float | None]]:
     """Returns step and loss of the skips; the loss is None if it was not logged or is not finite."""
     known: dict[int, float] = {}
@@ -172,10 +192,9 @@ def forecast_marks(run: Run) -> list[dict[str, Any]]:
 
 
 def as_lists(curve: Curve, points: int) -> dict[str, Any]:
-    """Returns a curve as lists `x` and `y`, and in `bad` step and word of each value that is not finite."""
+    """Returns a curve as lists `x` and `y`, and in `bad` step and word where it stops being finite."""
     steps, values = thin(curve, max(points, 8))
-    bad = ~np.isfinite(values)
-    words = [(int(step), plain(float(value))) for step, value in zip(steps[bad], values[bad], strict=True)]
+    words = not_finite((steps, values))
     listed: dict[str, Any] = {"x": steps.tolist(), "y": [rounded(value) for value in values.tolist()]}
     return listed | ({"bad": words[:50]} if words else {})
 

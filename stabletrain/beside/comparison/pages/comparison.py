@@ -11,12 +11,13 @@ import numbers
 import os
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stabletrain.beside.comparison import sensitivity
 from stabletrain.beside.comparison.by_setting import settings_of
+from stabletrain.beside.comparison.groups import groups
 from stabletrain.beside.comparison.pages import charts
 from stabletrain.beside.comparison.pages.charts import rounded
 from stabletrain.beside.comparison.pages.headline import FEW, Row, headline, is_number, name_of, throughput
@@ -126,7 +127,17 @@ NUMBERS = 400_000
 """Maximum number of values in all curves together, to limit the page to a few megabytes."""
 
 SCRIPTS = [
-    *("uplot.min.js", "tabulator.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "grid.js", "table.js"),
+    *(
+        "uplot.min.js",
+        "tabulator.min.js",
+        "numbers.js",
+        "colors.js",
+        "chart.js",
+        "save.js",
+        "pictures.js",
+        "grid.js",
+        "table.js",
+    ),
     *("details.js", "compare.js"),
 ]
 STYLES = ["uplot.min.css", "tabulator.min.css", "page.css"]
@@ -182,6 +193,7 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
     points = max(40, min(400, NUMBERS // (2 * 8 * max(len(chosen), 1))))
     curves = {i: charts.chart_data(runs[i], points) for i in chosen}
     curves = {i: each for i, each in curves.items() if each["curves"]}
+    made = mean_curves(runs, curves, points)
     above = file.parent
     about = {i: about_run(runs[i], table[i], names[i], above, i in curves) for i in range(len(runs))}
     data = {
@@ -190,6 +202,7 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
         "best": 0 if table and rank(table[0])[0] == 0 else -1,
         "about": about,
         "curves": curves,
+        "groups": made,
         "panels": charts.panels(curves.values()),
         "sensitivity": {"arms": arms} if arms else None,
     }
@@ -209,11 +222,37 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
         swept=bool(swept),
         missing=[line for arm in swept for line in arm.missing],
         has_curves=bool(curves),
+        has_means=bool(made),
         colors=[*settings, *others, (-1, "run")],
         usual_color=usual_color(settings),
         throughputs=with_shares(throughput(table)),
         incidents=[(names[i], one) for i in about for one in about[i]["incidents"]],
     )
+
+
+def mean_curves(runs: Sequence[Run], curves: Mapping[int, Any], points: int) -> list[dict[str, Any]]:
+    """Returns the settings with their mean curves, or none if no setting has several runs.
+
+    A setting has its `name` with the number of runs, the numbers of the runs in the mean (`sound`) and of the `others`,
+    and its `curves`. The page holds the curves of all of these runs.
+    """
+    number = {id(run): i for i, run in enumerate(runs)}
+    found = [
+        (group, [number[id(run)] for run in group.sound], [number[id(run)] for run in (*group.broke, *group.not_over)])
+        for group in groups([runs[i] for i in curves])
+    ]
+    if all(len(sound) + len(others) < 2 for _, sound, others in found):
+        return []
+    return [
+        {
+            "name": group.title,
+            "sound": sound,
+            "others": others,
+            "curves": charts.mean_data(group.sound, points) if len(sound) > 1 else {},
+            "marked": sum(bool(run.skips or run.rollbacks or run.forecasts) for run in group.sound),
+        }
+        for group, sound, others in found
+    ]
 
 
 def title(runs: Sequence[Run]) -> str:

@@ -18,7 +18,7 @@ from stabletrain.beside.comparison.reading.runs import read_run
 from stabletrain.beside.comparison.reading.settings import Value
 from stabletrain.program import program_in
 
-SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "run.js"]
+SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "save.js", "pictures.js", "run.js"]
 STYLES = ["uplot.min.css", "page.css"]
 
 POINTS = 500

@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 
 from stabletrain.stored.run_files import is_line
+from stabletrain.tracking.metrics import plain
 
 BLOCK = 1 << 22
 """Bytes parsed at once, which bounds the memory that a long file needs."""
@@ -180,6 +181,14 @@ def as_float(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
+
+
+def not_finite(curve: Curve) -> list[tuple[int, str]]:
+    """Returns step and word (`NaN`, `Infinity`) where a curve stops being finite, or where the word changes."""
+    steps, values = curve
+    words = [None if math.isfinite(value) else str(plain(value)) for value in values.tolist()]
+    pairs = zip(steps.tolist(), words, [None, *words], strict=False)
+    return [(step, word) for step, word, before in pairs if word and word != before]
 
 
 def thin(curve: Curve, points: int = POINTS) -> Curve:

@@ -5,7 +5,7 @@ read from `metrics.jsonl` when it is requested. `runs.py` reads a run from its f
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -233,6 +233,12 @@ class Run(Events):
             return curve if points < 0 else thin(curve, points)
         return self._curves[0].get(name) or joined([], name)
 
+    def curves(self, names: Sequence[str]) -> dict[str, Curve]:
+        """Returns all points of those metrics that were logged, without rolled-back lines; reads the file once."""
+        columns = self._columns()
+        found = {name: columns.curve(name) for name in names}
+        return {name: curve for name, curve in found.items() if len(curve[0])}
+
     @property
     def healings(self) -> list[dict[str, Any]]:
         """Those of `whatifs` after which the run went on."""
@@ -244,8 +250,10 @@ class Run(Events):
 
     def applied_and_skipped_losses(self) -> tuple[Curve, Curve]:
         """Returns two curves of all logged training losses: one of the applied steps, and one of the skipped steps."""
-        steps, losses = self.curve("train/loss", -1)
-        gates, applied = self.curve("guard/applied", -1)
+        found = self.curves(("train/loss", "guard/applied"))
+        (steps, losses), (gates, applied) = (
+            found.get(name, joined([], name)) for name in ("train/loss", "guard/applied")
+        )
         skipped = np.isin(steps, gates[applied == 0])
         return (steps[~skipped], losses[~skipped]), (steps[skipped], losses[skipped])
 

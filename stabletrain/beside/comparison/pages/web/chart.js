@@ -2,9 +2,9 @@
 "use strict";
 class Chart {
   /**
-   * host: an element of a fixed height. plan: { title, series, log, x: {log, label}, cap, lines, together }.
-   * series: [{ name, style, x, y, width, faint, dots, marks: [{x, y, kind, text, to}], bad: [[x, word]], band: [low, high] }]
-   * cap: the largest y shown on a linear axis; floor: the lowest possible y; domain: the range of x; lines: horizontal lines [{y, text}]; together: charts that share their x.
+   * host: an element of a fixed height. plan: { title, series, log, x: {log, label}, lines, together }.
+   * series: [{ name, style, x, y, width, faint, dots, marks: [{x, y, kind, text, to, own}], bad: [[x, word]], band: [low, high] }]
+   * own: whether a mark has the colour of its line; bad: where a line stops being finite; floor: the lowest possible y; domain: the range of x; lines: horizontal lines [{y, text}]; together: charts that share their x.
    */
   constructor(host, plan) {
     this.host = host;
@@ -32,7 +32,7 @@ class Chart {
     const rows = plan.series.map((one) => [one.x, plan.log ? one.y.map((v) => (v > 0 ? v : null)) : one.y]);
     const bands = [];
     plan.series.forEach((one, i) => {
-      if (one.band) one.band.forEach((edge) => rows.push([one.x, edge]));
+      if (one.band) one.band.forEach((edge) => rows.push([one.x, plan.log ? Chart.above(edge, one.y) : edge]));
       if (one.band) bands.push(i);
     });
     const data = rows.length ? uPlot.join(rows) : [[], []];
@@ -122,23 +122,33 @@ class Chart {
     const steps = this.plan.series.flatMap((one) => one.x);
     if (!steps.length) return [0.1, 1];
     const [low, high] = [Math.min(...steps), Math.max(...steps)];
-    return this.plan.x && this.plan.x.log ? [low / 1.3, high * 1.3] : [low - (low === high), high + (low === high)];
+    return this.plan.x && this.plan.x.log ? [Chart.start(low / 1.3), high * 1.3] : [low - (low === high), high + (low === high)];
+  }
+
+  /** The edge of a band for a logarithmic axis: what is not above 0 is just below the lowest value. */
+  static above(edge, values) {
+    const lowest = Math.min(...values.filter((v) => v > 0)) / 1.2;
+    return edge.map((v) => (v === null ? null : v > 0 ? v : lowest));
+  }
+
+  /** The start of a logarithmic axis, at most 9 times a power of ten: uPlot's ticks never end if they begin at 0.097. */
+  static start(low) {
+    const power = 10 ** Math.floor(Math.log10(low));
+    return Math.min(low, 9 * power);
   }
 
   high(low, high) {
     for (const line of this.plan.lines || []) if (line.always) [low, high] = [Math.min(low ?? line.y, line.y), Math.max(high ?? line.y, line.y)];
-    const cap = this.plan.log || this.plan.cap == null ? Infinity : this.plan.cap;
-    const heights = this.heights().filter((y) => y <= cap);
+    const heights = this.heights();
     if (low == null && !heights.length) return this.plan.log ? [0.1, 1] : [0, 1];
     [low, high] = [Math.min(low ?? Infinity, ...heights), Math.max(high ?? -Infinity, ...heights)];
-    if (high > cap && low < cap) high = cap;
     if (this.plan.log) {
       const room = high / low < 4 ? 2 : 1.2; // a narrow range of values may contain no round number
-      return [low / room, high * room];
+      return [Chart.start(low / room), high * room];
     }
     const room = (high - low || Math.abs(high) || 1) * 0.05;
     const floor = this.plan.floor == null ? -Infinity : this.plan.floor;
-    return [Math.max(low - room, Math.min(floor, low)), high + room];
+    return [Math.max(low - room, floor), high + room];
   }
 
   /** The heights of the marks in the visible range of x. */
@@ -174,9 +184,8 @@ class Chart {
   told() {}
 
   /** Draws horizontal lines, marks, and crosses for values that are not finite. */
-  decorate(u) {
+  decorate(u, dpr = uPlot.pxRatio) {
     const { ctx, bbox } = u;
-    const dpr = uPlot.pxRatio;
     ctx.save();
     ctx.beginPath();
     const beside = 5 * dpr; // a mark at the first or last step is drawn whole
@@ -201,7 +210,24 @@ class Chart {
     }
     this.plan.series.forEach((one) => {
       const color = Colors.css(one.style.color);
-      for (const [x] of one.bad || []) this.cross(ctx, u.valToPos(x, "x", true), bbox.top + 7 * dpr, 4 * dpr, Colors.css("bad"));
+      for (const [x, word] of one.bad || []) {
+        const at = u.valToPos(x, "x", true);
+        this.cross(ctx, at, bbox.top + 7 * dpr, 4 * dpr, color, dpr);
+        ctx.fillStyle = color;
+        const left = at + 46 * dpr > bbox.left + bbox.width;
+        ctx.textAlign = left ? "right" : "left";
+        ctx.fillText(word, at + (left ? -7 : 7) * dpr, bbox.top + 11 * dpr);
+      }
+      if (one.band && one.x.length === 1 && one.band[0][0] !== null) {
+        const [low, high] = one.band.map((edge) => u.valToPos((this.plan.log ? Chart.above(edge, one.y) : edge)[0], "y", true));
+        const at = u.valToPos(one.x[0], "x", true);
+        ctx.strokeStyle = color;
+        ctx.lineWidth = 1.5 * dpr;
+        ctx.beginPath();
+        ctx.moveTo(at, low);
+        ctx.lineTo(at, high);
+        ctx.stroke();
+      }
       for (const mark of one.marks || []) this.mark(ctx, u, mark, color, dpr);
     });
     ctx.restore();
@@ -212,8 +238,8 @@ class Chart {
     const x = u.valToPos(mark.x, "x", true);
     const inside = (y) => Math.min(Math.max(y, bbox.top + 7 * dpr), bbox.top + bbox.height - 7 * dpr);
     const y = mark.y == null ? bbox.top + 7 * dpr : inside(u.valToPos(mark.y, "y", true));
-    if (mark.kind === "cross") return this.cross(ctx, x, y, 3.5 * dpr, color);
-    ctx.fillStyle = ctx.strokeStyle = Colors.css("mark");
+    if (mark.kind === "cross") return this.cross(ctx, x, y, 3.5 * dpr, color, dpr);
+    ctx.fillStyle = ctx.strokeStyle = mark.own ? color : Colors.css("mark");
     ctx.lineWidth = dpr;
     if (mark.to) this.band(ctx, u, mark);
     if (["rollback", "heal", "halt", "forecast"].includes(mark.kind)) {
@@ -246,9 +272,9 @@ class Chart {
     ctx.globalAlpha = 1;
   }
 
-  cross(ctx, x, y, s, color) {
+  cross(ctx, x, y, s, color, dpr) {
     ctx.strokeStyle = color;
-    ctx.lineWidth = 1.5 * uPlot.pxRatio;
+    ctx.lineWidth = 1.5 * dpr;
     ctx.beginPath();
     ctx.moveTo(x - s, y - s);
     ctx.lineTo(x + s, y + s);
@@ -303,7 +329,7 @@ class Chart {
     const texts = [];
     for (const one of this.plan.series) {
       for (const mark of one.marks || []) if (mark.text && Math.abs(u.valToPos(mark.x, "x") - left) < 8) texts.push(mark.text);
-      for (const [x, word] of one.bad || []) if (Math.abs(u.valToPos(x, "x") - left) < 8) texts.push(`step ${Numbers.short(x)}: ${word}`);
+      for (const [x, word] of one.bad || []) if (Math.abs(u.valToPos(x, "x") - left) < 8) texts.push(`${one.name}, step ${Numbers.short(x)}: ${word}`);
     }
     return [...new Set(texts)].slice(0, 4);
   }

@@ -23,7 +23,7 @@ const Colors = {
   swatch(style) {
     const swatch = make("span", { class: "swatch" });
     swatch.style.borderTopColor = `var(--${style.color})`;
-    swatch.style.borderTopStyle = ["solid", "dashed", "dotted", "dashed"][Colors.DASHES.findIndex((d) => d.join() === style.dash.join())];
+    swatch.style.borderTopStyle = ["solid", "dashed", "dotted", "dashed"][Colors.DASHES.findIndex((d) => d.join() === style.dash.join())] || "dashed";
     return swatch;
   },
 };

@@ -1,43 +1,69 @@
 // Sets up the page of a comparison: the table selects the runs, and the charts draw them.
 "use strict";
 const DRAWN = 30; // more lines cannot be told apart
+const SETTING = -2; // colours show the setting: all that differs but the seed
 const drawn = document.getElementById("drawn");
 const by = document.getElementById("by");
 const legend = document.getElementById("legend");
 
+/** Whether seeds are drawn as their mean. */
+const folded = () => PAGE.groups.length > 0 && !document.getElementById("each").checked;
+
+/** What is drawn of these runs, in the initial order of the table: settings of which all runs are there, and runs. */
+function units(ids) {
+  const there = new Set(ids);
+  const whole = folded() ? PAGE.groups.filter((group) => group.sound.length > 1 && group.sound.every((id) => there.has(id))) : [];
+  const inside = new Set(whole.flatMap((group) => group.sound));
+  const alone = ids.filter((id) => PAGE.curves[id] && !inside.has(id)).map((id) => ({ ids: [id] }));
+  return [...whole.map((group) => ({ ids: group.sound, group })), ...alone].sort((a, b) => a.ids[0] - b.ids[0]);
+}
+
 /** Selects the best, the worst, and those with incidents among these runs, by the initial order of the table. */
 function telling(ids) {
-  const there = ids.filter((id) => PAGE.curves[id]).sort((a, b) => a - b);
-  if (there.length <= DRAWN) return there;
-  const troubled = there.filter((id) => (PAGE.about[id].incidents || []).length).slice(0, 12);
+  const there = units(ids);
+  if (there.length <= DRAWN) return there.flatMap((unit) => unit.ids);
+  const troubled = there.filter((unit) => unit.ids.some((id) => (PAGE.about[id].incidents || []).length)).slice(0, 12);
   const picked = new Set([...there.slice(0, 12), ...there.slice(-6), ...troubled]);
-  for (const id of there) if (picked.size < DRAWN) picked.add(id);
-  return [...picked].sort((a, b) => a - b);
+  for (const unit of there) if (picked.size < DRAWN) picked.add(unit);
+  return [...picked].flatMap((unit) => unit.ids);
 }
 
 function values(ids, field) {
   return ids.map((id) => (field < 0 ? PAGE.about[id].name : PAGE.rows[id][field]));
 }
 
+/** The group of a run, and its style in a legend of settings. */
+function setting(id) {
+  return PAGE.groups.findIndex((group) => group.sound.includes(id) || group.others.includes(id));
+}
+
 function draw(ids) {
   if (!pictures) return;
   const field = Number(by.value);
-  const all = field < 0 ? ids : Object.keys(PAGE.curves).map(Number);
-  const styles = Colors.of(values(all, field));
-  const runs = ids.map((id) => ({
-    ...PAGE.curves[id],
-    name: PAGE.about[id].name,
-    incidents: PAGE.about[id].incidents,
-    group: values([id], field)[0],
-    style: styles.get(values([id], field)[0]),
-  }));
+  const all = field === -1 ? ids : Object.keys(PAGE.curves).map(Number);
+  const styles = field === SETTING ? new Map(PAGE.groups.map((group, i) => [group.name, Colors.style(i, PAGE.groups.length, false)])) : Colors.of(values(all, field));
+  const value = (id) => (field === SETTING ? PAGE.groups[setting(id)].name : values([id], field)[0]);
+  const runs = units(ids).map(({ ids: [id], group: mean }) => {
+    const group = value(id);
+    const style = styles.get(group);
+    if (mean) return { name: mean.name, group, style, curves: mean.curves, mean: true, marked: mean.marked };
+    // Among means, a run that is in none of them is dashed.
+    const dash = folded() && setting(id) >= 0 && PAGE.groups[setting(id)].others.includes(id) ? [4, 3] : style.dash;
+    return { ...PAGE.curves[id], name: PAGE.about[id].name, incidents: PAGE.about[id].incidents, group, style: { ...style, dash } };
+  });
   pictures.show(runs);
   const groups = [...styles].filter(([value]) => runs.some((run) => run.group === value));
-  legend.classList.toggle("long", groups.length > 12);
+  const items = groups.map(([value, style]) => {
+    const of = runs.filter((run) => run.group === value);
+    const count = of.length > 1 ? ` (${Numbers.count(of.length, "line")})` : "";
+    return [value, style, Numbers.setting(value) + (field === SETTING ? "" : count)];
+  });
+  // What broke or is not over has an entry of its own, with its colour and dashes.
+  if (folded()) for (const run of runs) if (!run.mean && run.style.dash.join() === "4,3") items.push([run.name, run.style, `${run.name}: in no mean`]);
+  legend.classList.toggle("long", items.length > 12);
   legend.replaceChildren(
-    ...groups.map(([value, style]) => {
-      const count = runs.filter((run) => run.group === value).length;
-      const item = make("li", { tabindex: 0 }, Colors.swatch(style), make("span", {}, Numbers.setting(value) + (count > 1 ? ` (${count} runs)` : "")));
+    ...items.map(([value, style, text]) => {
+      const item = make("li", { tabindex: 0 }, Colors.swatch(style), make("span", {}, text));
       const point = (name) => () => pictures.all().forEach((chart) => chart.point(name));
       for (const [event, name] of [["pointerenter", value], ["focus", value], ["pointerleave", null], ["blur", null]]) item.addEventListener(event, point(name));
       return item;
@@ -55,7 +81,10 @@ function choose() {
   const rows = left.length === total ? Numbers.count(total, "run") : `${left.length.toLocaleString("en-US")} of ${Numbers.count(total, "run")}`;
   const few = !table.chosen && ids.length < left.filter((id) => PAGE.curves[id]).length ? " (the best, the worst, and those with incidents)" : "";
   const some = there < total ? `; this page contains the curves of ${there.toLocaleString("en-US")}` : "";
-  drawn.textContent = `${rows}, ${ids.length} drawn${few}${some}`;
+  const means = units(ids).filter((unit) => unit.group);
+  const inMeans = means.reduce((sum, unit) => sum + unit.ids.length, 0);
+  const how = means.length ? `: ${inMeans} in ${Numbers.count(means.length, "mean")}, ${ids.length - inMeans} by ${ids.length - inMeans === 1 ? "itself" : "themselves"}` : "";
+  drawn.textContent = `${rows}, ${ids.length} drawn${how}${few}${some}`;
   draw(ids);
 }
 
@@ -67,6 +96,7 @@ document.getElementById("usual").addEventListener("click", () => ((table.chosen 
 document.getElementById("none").addEventListener("click", () => (table.tickOnly([], true), choose()));
 if (pictures) {
   by.addEventListener("change", choose);
+  if (PAGE.groups.length) document.getElementById("each").addEventListener("change", choose);
   document.getElementById("smooth").addEventListener("input", (event) => pictures.smooth(Number(event.target.value)));
 }
 const grid = document.getElementById("sensitivity");

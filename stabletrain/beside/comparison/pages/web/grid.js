@@ -15,7 +15,9 @@ function sensitivity(host, found) {
   host.append(legend, pictures);
   const panel = (title, note, values, log, lines, marks) => {
     const plot = make("div", { class: "plot" });
-    const figure = make("figure", { class: "picture", "data-panel": title }, make("header", {}, make("h3", {}, title)), plot, make("p", { class: "note" }, note));
+    const at = charts.length;
+    const head = make("header", {}, make("h3", {}, title), make("span", { class: "end" }, ...Save.buttons(() => charts[at])));
+    const figure = make("figure", { class: "picture", "data-panel": title }, head, plot, make("p", { class: "note" }, note));
     figure.style.margin = "0";
     pictures.append(figure);
     const series = found.arms.map((arm, i) => ({
