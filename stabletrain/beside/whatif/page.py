@@ -1,11 +1,13 @@
 """The page of a what-if, `whatif.html`: the ranking, and the curves of all arms over each other from the fork on."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stabletrain.beside.comparison.pages import charts
 from stabletrain.beside.comparison.pages.rendering import page, write
+from stabletrain.beside.whatif.ranking import RankedArm
 from stabletrain.beside.whatif.report import (
     HEAD,
     WhatIfResult,
@@ -39,15 +41,7 @@ def write_whatif_page(found: WhatIfResult) -> Path:
 def whatif_page(found: WhatIfResult) -> str:
     """Returns the HTML of the page."""
     places = [*found.ranking.places, *found.first_round_only]
-    curves = [
-        {
-            **charts.chart_data(each.outcome.run, POINTS),
-            "name": each.outcome.arm.name,
-            "broke": each.outcome.step if each.outcome.broke else None,
-        }
-        for each in places
-        if each.outcome.run is not None
-    ]
+    curves = arm_curves(places)
     data: dict[str, Any] = {"panels": charts.panels(curves), "arms": curves}
     arms = [each.outcome.arm for each in places]
     return page(
@@ -71,6 +65,19 @@ def whatif_page(found: WhatIfResult) -> str:
         refused=found.refused,
         cut=partial(cut, most=LONGEST),
     )
+
+
+def arm_curves(places: Sequence[RankedArm]) -> list[dict[str, Any]]:
+    """Returns the curves and marks of the arms that have a run, each with its name and the step at which it broke."""
+    return [
+        {
+            **charts.chart_data(each.outcome.run, POINTS),
+            "name": each.outcome.arm.name,
+            "broke": each.outcome.step if each.outcome.broke else None,
+        }
+        for each in places
+        if each.outcome.run is not None
+    ]
 
 
 def by_seed(found: WhatIfResult) -> list[tuple[bool, tuple[str, ...]]]:

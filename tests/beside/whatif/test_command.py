@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from stabletrain.beside.whatif.ranking import finalists, rank
 from stabletrain.cli.commands import main
 from stabletrain.tracking.metrics import read_jsonl
 from tests.beside.comparison.browser import browser, opened
+from tests.beside.comparison.read_back import assert_curves
 from tests.beside.whatif.given import STEPS
 from tests.beside.whatif.test_ranking import ended
 from tests.once import once
@@ -126,6 +128,8 @@ def test_the_page_has_the_ranking_and_the_curves_from_the_fork_on(done):
         each["arm"] for each in [*found["arms"], *found["first_round_only"]]
     ]
     assert all(arm["curves"]["train/loss"]["x"][0] == 81 for arm in data["arms"])
+    folders = [Path(each["folder"]) for each in [*found["arms"], *found["first_round_only"]]]
+    assert all("val/loss" in assert_curves(arm, folder) for arm, folder in zip(data["arms"], folders, strict=True))
     for words in (found["verdict"], "optimizer.lr=1e-3 zloss=palm", "Continue the run"):
         assert words in text
     assert not re.search(r'(?:src|href)="(?:https?:)?//', text)

@@ -116,7 +116,7 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
     stretches = run.abandoned(LOSS)
     skips: list[list[float | None]] = []
     halt = {"step": run.steps, "reason": run.problem or "by the guard"} if run.status == "halted" else None
-    if run.skips:
+    if run.skips or run.lowest("guard/applied") == 0:  # fp16's routine overflows are no skips
         applied, withheld = run.applied_and_skipped_losses()
         curves[LOSS] = as_lists(applied, points)
         skips = skip_marks(run, withheld, stretches)

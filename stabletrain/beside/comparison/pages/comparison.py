@@ -292,6 +292,7 @@ def arm_values(arm: sensitivity.Arm) -> dict[str, Any]:
     logits = [[point.logit for point in arm.at(rate) if math.isfinite(point.logit)] for rate in rates]
     scores = arm.sensitivities()
     index = f"sensitivity {sensitivity.spread(scores)}" if scores else "incomplete grid: no sensitivity"
+    index = f"n={len(arm.curves)}, {index}"
     return {
         "name": arm.name,
         "rates": rates,

@@ -1,17 +1,24 @@
 """The pages in a real browser: silent, offline, readable at every width, and doing what they offer."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from stabletrain.beside.comparison import frame_of
 from stabletrain.beside.comparison.pages.comparison import write_page
 from stabletrain.beside.comparison.pages.one_run import write_run_page
+from stabletrain.beside.comparison.pictures import running_mean
 from stabletrain.beside.comparison.reading.runs import read_runs
 from tests.beside.comparison.browser import browser, contrast, opened, painted, until
 from tests.beside.comparison.made_pages import SAMPLE, made, sweep
+from tests.beside.comparison.read_back import logged
 from tests.beside.comparison.written import write
 from tests.runs import ROOT
 
@@ -153,6 +160,122 @@ def test_the_incident_is_drawn_and_leads_to_its_page(chromium, folder):
             "pictures.panels[0].chart.plan.series.flatMap((one) => (one.marks || []).map((m) => m.kind))"
         )
         assert sorted(marks) == ["halt", "incident", "rollback"], "one mark for a skipped step with an incident"
+
+
+def saved(page, panel, kind):
+    """Clicks a chart's button, and returns the file that is saved and its name."""
+    with page.expect_download() as download:
+        page.locator(f"{panel} header button", has_text=kind).click()
+    return Path(download.value.path()), download.value.suggested_filename
+
+
+def test_a_chart_is_saved_as_svg_whose_points_are_those_that_were_logged(chromium, folder):
+    with opened(chromium, folder / "2" / "report.html") as page:
+        file, name = saved(page, LOSS, "SVG")
+        assert name == "training_loss.svg"
+        svg = ElementTree.parse(file).getroot()
+        chart = "pictures.panels[0].chart.u"
+        box = page.evaluate(f"[{chart}.bbox.left, {chart}.bbox.top, {chart}.bbox.width, {chart}.bbox.height]")
+        x, y = (page.evaluate(f"[{chart}.scales.{axis}.min, {chart}.scales.{axis}.max]") for axis in "xy")
+    paths = [path.get("d") for path in svg.iter("{http://www.w3.org/2000/svg}path")]
+    line = max(paths, key=len)
+    points = [tuple(map(float, pair.split())) for pair in re.findall(r"[ML]([\d.]+ [\d.]+)", line)]
+    known = logged(folder / "2", "train/loss")
+    assert len(points) == len(known)
+    for (left, top), (step, loss) in zip(points, known.items(), strict=True):
+        assert x[0] + (x[1] - x[0]) * (left - box[0]) / box[2] == pytest.approx(step, abs=0.01)
+        assert y[1] - (y[1] - y[0]) * (top - box[1]) / box[3] == pytest.approx(loss, abs=0.001)
+    words = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Training loss", "train/loss"} <= {*words}
+    assert "Vertical line: halted." in " ".join(words)
+
+
+def test_a_chart_is_saved_as_png_in_its_colours(chromium, folder):
+    with opened(chromium, folder / "report.html") as page:
+        for panel in (LOSS, "#sensitivity figure"):
+            file, name = saved(page, f"{panel} >> nth=0", "PNG")
+            assert name.endswith(".png")
+            pixels = imread(file, format="png")
+            assert pixels.shape[0] > 500
+            assert pixels.shape[1] > 800
+            orange = abs(pixels[..., :3] - [0xC7 / 255, 0x50 / 255, 0]).max(axis=-1) < 0.02
+            assert orange.sum() > 200, "the line of the second setting"
+
+
+def test_seeds_are_a_mean_with_a_band_and_a_lost_run_is_a_line_that_the_axis_reaches(chromium, tmp_path):
+    for precision, levels in (("fp32", [1.0, 1.5, 2.0]), ("bf16", [1.0, 1.5, 71.0])):
+        for seed, level in enumerate(levels):
+            made(
+                tmp_path / "s" / f"{precision}-{seed}",
+                f"precision={precision}", f"seed={seed}",
+                level=level, status="halted" if level > 70 else "finished",
+            )  # fmt: skip
+    root = tmp_path / "s"
+    told = {"event": "forecast", "step": 9, "signal": "headroom", "low": 12, "high": 60, "text": "soon"}
+    (root / "bf16-2" / "events.jsonl").write_text(json.dumps(told) + "\n")
+    with opened(chromium, compared(root)) as page:
+        assert page.locator("#drawn").inner_text() == "6 runs, 6 drawn: 5 in 2 means, 1 by itself"
+        legend = "[...document.querySelectorAll('#legend li')].map((item) => item.textContent)"
+        lost = "precision=bf16 seed=2"
+        assert page.evaluate(legend) == [
+            "precision=fp32 (n=3)", "precision=bf16 (n=2 of 3, 1 broke)", f"{lost}: in no mean"
+        ]  # fmt: skip
+        chart = "pictures.panels[0].chart"
+        lines = page.evaluate(f"{chart}.plan.series.map((one) => [one.name, !!one.band, one.y.at(-1)])")
+        ends = {name: logged(root / name, "train/loss")[40] for name in ("fp32-0", "fp32-1", "fp32-2", "bf16-2")}
+        assert [name for name, band, _ in lines if band] == [
+            "precision=fp32 (n=3)",
+            "precision=bf16 (n=2 of 3, 1 broke)",
+        ]
+        assert lines[0][2] == pytest.approx(sum(ends[f"fp32-{seed}"] for seed in range(3)) / 3, rel=1e-5)
+        assert lines[2][2] == pytest.approx(ends["bf16-2"], rel=1e-5)
+        low, high = page.evaluate(f"[{chart}.u.scales.y.min, {chart}.u.scales.y.max]")
+        assert low < ends["fp32-0"] < ends["bf16-2"] < high
+        assert page.evaluate(f"{chart}.plan.log"), "a linear axis would flatten all but the lost run"
+        note = page.locator(f"{LOSS} .note").inner_text()
+        assert "band: ± 1 standard deviation" in note
+        assert f"Forecast for {lost}, step 9." in note
+        page.locator("#each").check()
+        assert page.locator("#drawn").inner_text() == "6 runs, 6 drawn"
+        assert len(page.evaluate(f"{chart}.plan.series")) == 6
+        page.locator("#each").uncheck()
+        page.locator("#table input[type=checkbox]").first.uncheck()
+        assert len(page.evaluate(f"{chart}.plan.series")) == 4, "of a setting without one of its runs, no mean is drawn"
+
+
+def test_means_over_steps_are_added_to_the_logged_line_and_said(chromium, folder):
+    with opened(chromium, folder / "5" / "report.html") as page:
+        page.locator("#smooth").fill("10")
+        series = page.evaluate("pictures.panels[0].chart.plan.series.map((one) => [one.name, one.y])")
+        known = logged(folder / "5", "train/loss")
+        found = dict(series)
+        assert found["train/loss, as logged"] == pytest.approx([*known.values()], rel=1e-5)
+        means = running_mean(np.array([*known]), np.array([*known.values()]), 10)
+        assert found["train/loss"] == pytest.approx(means.tolist(), rel=1e-5), "as the pictures of `losses`"
+        assert "Running means over 10 steps; faint: as logged." in page.locator(f"{LOSS} .note").inner_text()
+
+
+def test_a_loss_that_is_not_finite_is_marked_where_it_happens_and_one_evaluation_is_a_point(chromium, tmp_path):
+    lines = [{"step": step, "train/loss": 2.0 if step < 6 else "NaN", "guard/applied": 1} for step in range(1, 10)]
+    lines.append({"step": 9, "val/loss": 3.0})
+    write(tmp_path / "run", lines=lines)
+    write_run_page(tmp_path / "run")
+    with opened(chromium, tmp_path / "run" / "report.html") as page:
+        assert page.evaluate("pictures.panels[0].chart.plan.series[0].bad") == [[6, "NaN"]]
+        assert "Cross with a word: NaN" in page.locator(f"{LOSS} .note").inner_text()
+        assert "NaN" in saved(page, LOSS, "SVG")[0].read_text()
+        svg = saved(page, '[data-panel="val/loss"]', "SVG")[0].read_text()
+        assert svg.count("<circle") == 1
+        assert painted(page, '[data-panel="val/loss"]')[0] > 0.005
+
+
+def test_a_logarithmic_axis_may_start_just_below_a_power_of_ten(chromium, tmp_path):
+    for number, norms in enumerate(([0.1166, 3.0], [0.0466, 9.0], [0.97, 20.0])):
+        lines = [{"step": step, "grad/norm": norm} for step, norm in enumerate(norms, 1)]
+        write(tmp_path / f"{number}", lines=lines)
+        write_run_page(tmp_path / f"{number}")
+        with opened(chromium, tmp_path / f"{number}" / "report.html") as page:
+            assert page.evaluate("pictures.all().length") == 1
 
 
 def test_a_healing_is_a_line_of_its_own_and_the_note_says_what_it_means(chromium, tmp_path):

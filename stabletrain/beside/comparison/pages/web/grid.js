@@ -32,9 +32,9 @@ function sensitivity(host, found) {
     }));
     charts.push(new Chart(plot, { title, series, log, lines, x: { log: true, label: "learning rate" } }));
   };
-  panel("Final loss, at most the loss at init (nats)", "Cross: a run diverged. Band: lowest to highest over the seeds.", "loss", false, [], true);
+  panel("Final loss, at most the loss at init (nats)", "Line: mean over n seeds. Band: lowest to highest. Cross: a run diverged, and counts as its loss at init.", "loss", false, [], true);
   if (found.arms.some((arm) => arm.logit.some((v) => v !== null)))
-    panel("Largest attention logit", "", "logit", true, [{ y: 1e4, text: "10,000: runs above it diverged in arXiv 2309.14322" }], false);
+    panel("Largest attention logit", "The largest over the seeds.", "logit", true, [{ y: 1e4, text: "10,000: runs above it diverged in arXiv 2309.14322" }], false);
   const again = () => charts.forEach((chart) => chart.recolor());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   addEventListener("beforeprint", again);

@@ -61,7 +61,7 @@ class Pictures {
     const missing = this.runs.length && !series.length ? "None of the drawn runs has logged this metric." : "";
     const names = series.length > 1 && this.runs.every((run) => run.alone) ? series.filter((one) => !one.faint) : [];
     const lines = names.length > 1 ? names.flatMap((one) => [Colors.swatch(one.style), `${one.name}\u2003`]) : [];
-    const kinds = new Set(series.flatMap((one) => (one.faint ? ["faint"] : (one.marks || []).map((mark) => mark.kind))));
+    const kinds = new Set(series.flatMap((one) => (one.gone ? ["faint"] : one.faint ? [] : (one.marks || []).map((mark) => mark.kind))));
     if (series.some((one) => (one.bad || []).length)) kinds.add("bad");
     if (series.some((one) => one.band)) kinds.add("band");
     const marks = Object.entries(Pictures.KINDS).filter(([kind]) => kinds.has(kind)).map(([, text]) => text);
@@ -103,7 +103,7 @@ class Pictures {
       lines[0].marks = Pictures.forecasts(run).filter((mark) => panel.signals.includes(mark.signal));
     }
     for (const [x, y] of panel.marks && run.abandoned ? run.abandoned : []) {
-      lines.push({ name: `${run.name}, rolled back`, group: run.group, style: lines.length ? lines[0].style : run.style, x, y, faint: true, width: 0.8 });
+      lines.push({ name: `${run.name}, rolled back`, group: run.group, style: lines.length ? lines[0].style : run.style, x, y, faint: true, gone: true, width: 0.8 });
     }
     return lines;
   }
