@@ -233,26 +233,29 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
 def mean_curves(runs: Sequence[Run], curves: Mapping[int, Any], points: int) -> list[dict[str, Any]]:
     """Returns the settings with their mean curves, or none if no setting has several runs.
 
-    A setting has its `name` with the number of runs, the numbers of the runs in the mean (`sound`) and of the `others`,
-    and its `curves`. The page holds the curves of all of these runs.
+    A setting has its `name` with the number of runs, the numbers of the runs in the mean (`sound`) and of the `others`
+    on the page, its `curves`, and the number of runs in the mean that have marks (`marked`). If the page has not the
+    curves of all of its runs, it has no mean.
     """
     number = {id(run): i for i, run in enumerate(runs)}
-    found = [
-        (group, [number[id(run)] for run in group.sound], [number[id(run)] for run in (*group.broke, *group.not_over)])
-        for group in groups([runs[i] for i in curves])
-    ]
-    if all(len(sound) + len(others) < 2 for _, sound, others in found):
+    found = []
+    for group in groups(runs):
+        sound, others = [
+            [number[id(run)] for run in members] for members in (group.sound, (*group.broke, *group.not_over))
+        ]
+        whole = all(i in curves for i in sound)
+        found.append(
+            {
+                "name": group.title if whole else f"{group.name} (no mean: too many runs for this page)",
+                "sound": sound if whole else [],
+                "others": [i for i in (others if whole else [*sound, *others]) if i in curves],
+                "curves": charts.mean_data(group.sound, points) if whole and len(sound) > 1 else {},
+                "marked": sum(bool(run.skips or run.rollbacks or run.forecasts) for run in group.sound),
+            }
+        )
+    if all(len(each["sound"]) < 2 for each in found):
         return []
-    return [
-        {
-            "name": group.title,
-            "sound": sound,
-            "others": others,
-            "curves": charts.mean_data(group.sound, points) if len(sound) > 1 else {},
-            "marked": sum(bool(run.skips or run.rollbacks or run.forecasts) for run in group.sound),
-        }
-        for group, sound, others in found
-    ]
+    return [each for each in found if each["sound"] or each["others"]]
 
 
 def title(runs: Sequence[Run]) -> str:

@@ -165,7 +165,7 @@ def test_the_incident_is_drawn_and_leads_to_its_page(chromium, folder):
 def saved(page, panel, kind):
     """Clicks a chart's button, and returns the file that is saved and its name."""
     with page.expect_download() as download:
-        page.locator(f"{panel} header button", has_text=kind).click()
+        page.locator(panel).first.locator("header button", has_text=kind).click()
     return Path(download.value.path()), download.value.suggested_filename
 
 
@@ -193,7 +193,7 @@ def test_a_chart_is_saved_as_svg_whose_points_are_those_that_were_logged(chromiu
 def test_a_chart_is_saved_as_png_in_its_colours(chromium, folder):
     with opened(chromium, folder / "report.html") as page:
         for panel in (LOSS, "#sensitivity figure"):
-            file, name = saved(page, f"{panel} >> nth=0", "PNG")
+            file, name = saved(page, panel, "PNG")
             assert name.endswith(".png")
             pixels = imread(file, format="png")
             assert pixels.shape[0] > 500
@@ -203,34 +203,33 @@ def test_a_chart_is_saved_as_png_in_its_colours(chromium, folder):
 
 
 def test_seeds_are_a_mean_with_a_band_and_a_lost_run_is_a_line_that_the_axis_reaches(chromium, tmp_path):
-    for precision, levels in (("fp32", [1.0, 1.5, 2.0]), ("bf16", [1.0, 1.5, 71.0])):
+    for stability, levels in (("none", [1.0, 1.5, 2.0]), ("full", [1.0, 1.5, 71.0])):
         for seed, level in enumerate(levels):
             made(
-                tmp_path / "s" / f"{precision}-{seed}",
-                f"precision={precision}", f"seed={seed}",
+                tmp_path / "s" / f"{stability}-{seed}",
+                f"stability={stability}", f"seed={seed}",
                 level=level, status="halted" if level > 70 else "finished",
             )  # fmt: skip
     root = tmp_path / "s"
     told = {"event": "forecast", "step": 9, "signal": "headroom", "low": 12, "high": 60, "text": "soon"}
-    (root / "bf16-2" / "events.jsonl").write_text(json.dumps(told) + "\n")
+    (root / "full-2" / "events.jsonl").write_text(json.dumps(told) + "\n")
     with opened(chromium, compared(root)) as page:
         assert page.locator("#drawn").inner_text() == "6 runs, 6 drawn: 5 in 2 means, 1 by itself"
         legend = "[...document.querySelectorAll('#legend li')].map((item) => item.textContent)"
-        lost = "precision=bf16 seed=2"
+        lost = "stability=full seed=2"
         assert page.evaluate(legend) == [
-            "precision=fp32 (n=3)", "precision=bf16 (n=2 of 3, 1 broke)", f"{lost}: in no mean"
+            "stability=full (n=2 of 3, 1 broke)", "stability=none (n=3)", f"{lost}: in no mean"
         ]  # fmt: skip
         chart = "pictures.panels[0].chart"
         lines = page.evaluate(f"{chart}.plan.series.map((one) => [one.name, !!one.band, one.y.at(-1)])")
-        ends = {name: logged(root / name, "train/loss")[40] for name in ("fp32-0", "fp32-1", "fp32-2", "bf16-2")}
-        assert [name for name, band, _ in lines if band] == [
-            "precision=fp32 (n=3)",
-            "precision=bf16 (n=2 of 3, 1 broke)",
-        ]
-        assert lines[0][2] == pytest.approx(sum(ends[f"fp32-{seed}"] for seed in range(3)) / 3, rel=1e-5)
-        assert lines[2][2] == pytest.approx(ends["bf16-2"], rel=1e-5)
+        ends = {name: logged(root / name, "train/loss")[40] for name in ("none-0", "none-1", "none-2", "full-2")}
+        assert [(name, band) for name, band, _ in lines] == [
+            ("stability=full (n=2 of 3, 1 broke)", True), ("stability=none (n=3)", True), (lost, False)
+        ]  # fmt: skip
+        assert lines[1][2] == pytest.approx(sum(ends[f"none-{seed}"] for seed in range(3)) / 3, rel=1e-5)
+        assert lines[2][2] == pytest.approx(ends["full-2"], rel=1e-5)
         low, high = page.evaluate(f"[{chart}.u.scales.y.min, {chart}.u.scales.y.max]")
-        assert low < ends["fp32-0"] < ends["bf16-2"] < high
+        assert low < ends["none-0"] < ends["full-2"] < high
         assert page.evaluate(f"{chart}.plan.log"), "a linear axis would flatten all but the lost run"
         note = page.locator(f"{LOSS} .note").inner_text()
         assert "band: ± 1 standard deviation" in note
