@@ -95,7 +95,7 @@ MOST = 30
 """Maximum number of lines in one picture. If there are more, those with the lowest and highest losses are drawn."""
 
 FAR = 4.0
-"""The loss axis is logarithmic if a drawn loss is more than this many times the highest first loss."""
+"""The loss axis is logarithmic if a drawn loss is more than this many times the lowest first loss."""
 
 
 def draw_losses(
@@ -142,7 +142,8 @@ def draw_losses(
         unit = " (nats)" if all(run.loss_unit for run in trained) else ""
         over = f", running mean over {smooth} steps" if smooth else ""
         axis.set(xlabel="step", ylabel=f"training loss{unit}{over}")
-        reach_all(axis, max((run.first("train/loss") for run in trained), default=0.0))
+        firsts = [run.first("train/loss") for run in trained]
+        reach_all(axis, min(filter(math.isfinite, firsts), default=0.0))
         notes = [text for kind, text in KINDS.items() if kind in kinds]
         what = "settings" if folded else "runs"
         if len(drawn) < len(found if folded else trained):
@@ -246,7 +247,7 @@ def run_names(runs: Sequence[Run], trained: Sequence[Run], labels: Mapping[str, 
 
 
 def reach_all(axis: Any, first: float) -> None:
-    """Makes the loss axis logarithmic if a drawn loss is more than `FAR` times the highest `first` loss."""
+    """Makes the loss axis logarithmic if a drawn loss is more than `FAR` times the lowest `first` loss."""
     drawn = [line.get_ydata() for line in axis.lines if line.get_transform() == axis.transData]
     losses = np.concatenate([np.asarray(each, float) for each in drawn] or [np.empty(0)])
     losses = losses[np.isfinite(losses)]

@@ -30,6 +30,7 @@ from stabletrain.beside.comparison.reading.settings import (
     shared_settings,
     value_of,
     varying_keys,
+    without_implied,
 )
 from stabletrain.errors import ConfigError
 from stabletrain.stored.json_files import read_file
@@ -184,7 +185,8 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
     order = sorted(range(len(runs)), key=lambda i: rank(table[i]))
     runs, table = [runs[i] for i in order], [table[i] for i in order]
     keys = distinguishing_keys(runs, but=())
-    names = unique_names([name_of(run, keys) for run in runs], runs)
+    naming = keys if len(keys) <= FEW else without_implied(runs, keys)
+    names = unique_names([name_of(run, naming) for run in runs], runs)
     columns, rows, same = columns_of(runs, table, keys)
     chosen = runs_with_curves(runs)
     swept = [arm for arm in sensitivity.arms(runs) if sum(bool(arm.at(rate)) for rate in arm.grid) > 1]
@@ -216,7 +218,7 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
         data=data,
         inputs=inputs,
         title=title(runs),
-        headline=headline(runs, table, arms, keys, settings_compared),
+        headline=headline(runs, table, arms, naming, settings_compared),
         common={**same, **shared_settings(runs)},
         dependent=[key for key in varying_keys(runs) if key not in keys],
         swept=bool(swept),

@@ -97,8 +97,9 @@ class Chart {
     const grid = () => Colors.css("grid");
     const font = "12px system-ui, sans-serif";
     const filter = log ? { filter: Numbers.round } : {};
+    const splits = log ? { splits: (u, axis, low, high) => Chart.decades(low, high) } : {};
     const lines = { stroke: grid, width: 1, ...filter };
-    return { stroke: soft, font, values: Numbers.ticks, grid: lines, ticks: { ...lines, size: 5 }, ...filter };
+    return { stroke: soft, font, values: Numbers.ticks, grid: lines, ticks: { ...lines, size: 5 }, ...filter, ...splits };
   }
 
   size() {
@@ -122,7 +123,7 @@ class Chart {
     const steps = this.plan.series.flatMap((one) => one.x);
     if (!steps.length) return [0.1, 1];
     const [low, high] = [Math.min(...steps), Math.max(...steps)];
-    return this.plan.x && this.plan.x.log ? [Chart.start(low / 1.3), high * 1.3] : [low - (low === high), high + (low === high)];
+    return this.plan.x && this.plan.x.log ? [low / 1.3, high * 1.3] : [low - (low === high), high + (low === high)];
   }
 
   /** The edge of a band for a logarithmic axis: what is not above 0 is just below the lowest value. */
@@ -131,10 +132,11 @@ class Chart {
     return edge.map((v) => (v === null ? null : v > 0 ? v : lowest));
   }
 
-  /** The start of a logarithmic axis, at most 9 times a power of ten: uPlot's ticks never end if they begin at 0.097. */
-  static start(low) {
-    const power = 10 ** Math.floor(Math.log10(low));
-    return Math.min(low, 9 * power);
+  /** The ticks of a logarithmic axis: 1 to 9 times each power of ten. uPlot's own begin anywhere, and may never end. */
+  static decades(low, high) {
+    const powers = Array.from({ length: Math.ceil(Math.log10(high / low)) + 2 }, (_, i) => Math.floor(Math.log10(low)) + i);
+    const ticks = powers.flatMap((power) => [1, 2, 3, 4, 5, 6, 7, 8, 9].map((lead) => Number(`${lead}e${power}`)));
+    return ticks.filter((tick) => tick >= low && tick <= high);
   }
 
   high(low, high) {
@@ -144,7 +146,7 @@ class Chart {
     [low, high] = [Math.min(low ?? Infinity, ...heights), Math.max(high ?? -Infinity, ...heights)];
     if (this.plan.log) {
       const room = high / low < 4 ? 2 : 1.2; // a narrow range of values may contain no round number
-      return [Chart.start(low / room), high * room];
+      return [low / room, high * room];
     }
     const room = (high - low || Math.abs(high) || 1) * 0.05;
     const floor = this.plan.floor == null ? -Infinity : this.plan.floor;

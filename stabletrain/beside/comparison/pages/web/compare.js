@@ -83,7 +83,9 @@ function choose() {
   const some = there < total ? `; this page contains the curves of ${there.toLocaleString("en-US")}` : "";
   const means = units(ids).filter((unit) => unit.group);
   const inMeans = means.reduce((sum, unit) => sum + unit.ids.length, 0);
-  const how = means.length ? `: ${inMeans} in ${Numbers.count(means.length, "mean")}, ${ids.length - inMeans} by ${ids.length - inMeans === 1 ? "itself" : "themselves"}` : "";
+  const alone = ids.length - inMeans;
+  const others = alone ? `, ${alone} by ${alone === 1 ? "itself" : "themselves"}` : "";
+  const how = means.length ? `: ${inMeans} in ${Numbers.count(means.length, "mean")}${others}` : "";
   drawn.textContent = `${rows}, ${ids.length} drawn${how}${few}${some}`;
   draw(ids);
 }

@@ -156,11 +156,11 @@ class Pictures {
     return (run.forecasts || []).map((one) => ({ x: one.step, to: one.to, signal: one.signal, kind: "forecast", own: !run.alone, text: `${name}step ${Numbers.short(one.step)}: forecast: ${one.text}` }));
   }
 
-  /** Whether a value is more than `times` the highest first one, so that a linear axis would flatten the other lines. */
+  /** Whether a value is more than `times` the lowest first one, so that a linear axis would flatten the other lines. */
   static far(series, times) {
     const starts = series.map((one) => one.y.find((v) => v !== null)).filter((v) => v !== undefined);
     const values = series.flatMap((one) => [...one.y, ...(one.marks || []).map((mark) => mark.y)]).filter((v) => v != null);
-    return starts.length > 0 && Math.min(...values) > 0 && Math.max(...values) > times * Math.max(...starts);
+    return starts.length > 0 && Math.min(...values) > 0 && Math.max(...values) > times * Math.min(...starts);
   }
 
   /** Bias-corrected exponential running means: a value weighs less by a factor of e for every `over` steps. */
