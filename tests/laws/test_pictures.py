@@ -102,7 +102,7 @@ def losses_by_setting(runs, axes, tmp_path):
         means, _ = mean_and_deviation([run.folder for run in members], "train/loss")
         assert_points(*found.pop(name), means, name)
     ((label, (x, y)),) = found.items()
-    assert label == "precision=bf16 optimizer.lr=0.1 seed=2: broke, NaN from step 9"
+    assert label == "precision=bf16 optimizer.lr=0.1 seed=2 (broke), NaN from step 9"
     assert_points(x, y, logged(runs[0].folder.parent / "bf16-0.1-2", "train/loss"))
 
 

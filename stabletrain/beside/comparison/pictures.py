@@ -140,7 +140,7 @@ def draw_losses(
             else:
                 kinds += draw_run(axis, unit, named[id(unit)], smooth)
         unit = " (nats)" if all(run.loss_unit for run in trained) else ""
-        over = f", running mean over {smooth} steps" if smooth else ""
+        over = f",\nrunning mean over {smooth} steps" if smooth else ""
         axis.set(xlabel="step", ylabel=f"training loss{unit}{over}")
         firsts = [run.first("train/loss") for run in trained]
         reach_all(axis, min(filter(math.isfinite, firsts), default=0.0))
@@ -188,7 +188,7 @@ def draw_group(axis: Any, group: Group, alone: Sequence[Run], smooth: int) -> li
         kinds += ["marked"] if any(run.skips or run.rollbacks or run.forecasts for run in group.sound) else []
     for run in alone:
         how = "broke" if run in group.broke else run.status
-        name = f"{group.name} seed={setting_text(value_of(run, 'seed'))}: {how}"
+        name = f"{group.name} seed={setting_text(value_of(run, 'seed'))} ({how})"
         kinds += ["alone", *draw_run(axis, run, name, smooth, color, ls="--")]
     return kinds
 

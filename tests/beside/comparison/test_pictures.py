@@ -156,7 +156,7 @@ def test_seeds_are_one_mean_with_a_band_and_a_run_that_broke_is_in_no_mean(tmp_p
     found = {name: (x, y) for name, marker, x, y in lines_of(axis) if x and marker == "o"}
     assert found == {
         "precision=fp16 (n=2 of 3, 1 broke)": ([1, 2], [5.5, 3.0]),
-        "precision=fp16 seed=1: broke, Infinity from\nstep 2": ([1, 2], [5.5, math.inf]),
+        "precision=fp16 seed=1 (broke), Infinity from\nstep 2": ([1, 2], [5.5, math.inf]),
         "precision=fp32 (n=3)": ([1, 2], [5.5, 3.0]),
     }
     assert [x for _, marker, x, _ in lines_of(axis) if marker == "X"] == [[2]], "where it is no longer finite"
@@ -221,7 +221,7 @@ def test_every_point_of_a_loss_picture_is_in_the_metrics_file_and_the_last_one_i
     assert dict(zip(*behind, strict=True)) == logged
     assert means[1] != behind[1]
     assert plain.get_ylabel() == "training loss (nats)"
-    assert smoothed.get_ylabel() == "training loss (nats), running mean over 50 steps"
+    assert smoothed.get_ylabel() == "training loss (nats),\nrunning mean over 50 steps"
     with pytest.raises(ConfigError, match="smooth=-1 is below 0"):
         draw_losses([], tmp_path / "losses.svg", -1)
 

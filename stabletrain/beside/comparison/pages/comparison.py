@@ -240,7 +240,7 @@ def mean_curves(runs: Sequence[Run], curves: Mapping[int, Any], points: int) -> 
     curves of all of its runs, it has no mean.
     """
     number = {id(run): i for i, run in enumerate(runs)}
-    found = []
+    found: list[dict[str, Any]] = []
     for group in groups(runs):
         sound, others = [
             [number[id(run)] for run in members] for members in (group.sound, (*group.broke, *group.not_over))
@@ -297,9 +297,9 @@ def arm_values(arm: sensitivity.Arm) -> dict[str, Any]:
     logits = [[point.logit for point in arm.at(rate) if math.isfinite(point.logit)] for rate in rates]
     scores = arm.sensitivities()
     index = f"sensitivity {sensitivity.spread(scores)}" if scores else "incomplete grid: no sensitivity"
-    index = f"n={len(arm.curves)}, {index}"
     return {
         "name": arm.name,
+        "n": len(arm.curves),
         "rates": rates,
         "loss": [charts.rounded(statistics.fmean(each)) for each in losses],
         "loss_range": [[charts.rounded(pick(each)) for each in losses] for pick in (min, max)],

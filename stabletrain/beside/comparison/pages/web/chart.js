@@ -65,7 +65,7 @@ class Chart {
             stroke: () => Colors.css(one.style.color) + (one.faint ? "77" : ""),
             dash: one.style.dash,
             width: one.width || 1.5,
-            points: { show: !!one.dots || one.x.length === 1, size: 6 },
+            points: { show: !!one.dots || one.y.filter((v) => v !== null).length === 1, size: 6 },
           })),
           ...bands.flatMap((i) => [edge(i), edge(i)]),
         ],

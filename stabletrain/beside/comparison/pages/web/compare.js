@@ -47,9 +47,11 @@ function draw(ids) {
     const group = value(id);
     const style = styles.get(group);
     if (mean) return { name: mean.name, group, style, curves: mean.curves, mean: true, marked: mean.marked };
-    // Among means, a run that is in none of them is dashed.
-    const dash = folded() && setting(id) >= 0 && PAGE.groups[setting(id)].others.includes(id) ? [4, 3] : style.dash;
-    return { ...PAGE.curves[id], name: PAGE.about[id].name, incidents: PAGE.about[id].incidents, group, style: { ...style, dash } };
+    const about = PAGE.about[id];
+    const run = { ...PAGE.curves[id], name: about.name, incidents: about.incidents, group, style };
+    // Among means, a run that is in none of them is dashed, and its name says so.
+    if (!folded() || setting(id) < 0 || !PAGE.groups[setting(id)].others.includes(id)) return run;
+    return { ...run, name: `${about.name} (in no mean)`, apart: true, style: { ...style, dash: [4, 3] } };
   });
   pictures.show(runs);
   const groups = [...styles].filter(([value]) => runs.some((run) => run.group === value));
@@ -59,7 +61,7 @@ function draw(ids) {
     return [value, style, Numbers.setting(value) + (field === SETTING ? "" : count)];
   });
   // What broke or is not over has an entry of its own, with its colour and dashes.
-  if (folded()) for (const run of runs) if (!run.mean && run.style.dash.join() === "4,3") items.push([run.name, run.style, `${run.name}: in no mean`]);
+  for (const run of runs) if (run.apart) items.push([run.name, run.style, run.name]);
   legend.classList.toggle("long", items.length > 12);
   legend.replaceChildren(
     ...items.map(([value, style, text]) => {

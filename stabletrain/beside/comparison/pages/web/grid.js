@@ -6,7 +6,7 @@ function sensitivity(host, found) {
   const charts = [];
   found.arms.forEach((arm, i) => {
     const index = make("span", { class: "soft" }, ` ${arm.index}`);
-    const item = make("li", { tabindex: 0 }, Colors.swatch(style(i)), make("span", {}, arm.name, index));
+    const item = make("li", { tabindex: 0 }, Colors.swatch(style(i)), make("span", {}, `${arm.name} (n=${arm.n})`, index));
     const point = (name) => () => charts.forEach((chart) => chart.point(name));
     for (const [event, name] of [["pointerenter", arm.name], ["focus", arm.name], ["pointerleave", null], ["blur", null]]) item.addEventListener(event, point(name));
     legend.append(item);
@@ -21,7 +21,8 @@ function sensitivity(host, found) {
     figure.style.margin = "0";
     pictures.append(figure);
     const series = found.arms.map((arm, i) => ({
-      name: arm.name,
+      name: `${arm.name} (n=${arm.n})`,
+      group: arm.name,
       style: style(i),
       x: arm.rates,
       y: arm[values],
