@@ -8,6 +8,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError, StabletrainError, closest
@@ -56,7 +57,14 @@ WIDE, HALF, ROW = 24, 12, 8
 """Width of the panel grid, half of it, and the height of a panel."""
 
 
-def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str = "stability", title: str = "") -> Any:
+def specification(
+    entity: str,
+    project: str,
+    sweeps: Sequence[str] = (),
+    by: str = "stability",
+    title: str = "",
+    runs: Sequence[Path] = (),
+) -> Any:
     """Builds the report without saving it. Does not use the network.
 
     Args:
@@ -64,9 +72,12 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
         sweeps: compare only the runs of these W&B groups; empty means all runs.
         by: the config group, such as `precision`, or the key, such as `model.n_layer`, by which runs are compared.
         title: title of the report; by default it names the sweeps or the project.
+        runs: folders of the same runs on this machine; the report then begins with their settings compared, the rows
+            of `stabletrain compare --by`.
 
     Raises:
-        ConfigError: the extra is not installed, or `by` is neither a config group nor a key.
+        ConfigError: the extra is not installed, `by` is neither a config group nor a key, a folder contains no runs,
+            or no two of its runs differ in `by`.
     """
     try:
         import wandb_workspaces.reports.v2 as wr
@@ -87,6 +98,7 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
         title=title or f"Runs compared: {', '.join(sweeps) or project}"[:128],
         width="fluid",
         blocks=[
+            *compared(wr, runs, by),
             wr.H1(f"Sensitivity by {by}"),
             wr.P(
                 "If the loss of a setting stays low over a wide range of learning rates, its mean is close to its "
@@ -102,6 +114,26 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
             panels([*placed(bar_panels(wr, INSTABILITY, setting)), below(table, len(INSTABILITY))]),
         ],
     )
+
+
+def compared(wr: Any, runs: Sequence[Path], by: str) -> list[Any]:
+    """Returns the blocks that compare the settings of runs on this machine; none without runs.
+
+    W&B's own means leave runs that ended in NaN out; these rows count them, and pair the runs by seed.
+    """
+    if not runs:
+        return []
+    from stabletrain.beside.comparison.by_setting import markdown, sentence, settings_of
+    from stabletrain.beside.comparison.frames import frame
+
+    settings = settings_of(frame(*runs), [by])
+    about = (
+        "Mean and standard deviation of the final validation loss, at the best learning rate; the difference to the "
+        "best setting is paired over the runs that agree in everything else. Runs that broke are counted, and enter no "
+        "mean."
+    )
+    said = [wr.P(each) for each in (sentence(settings), about) if each]
+    return [wr.H1(f"Settings compared by {by}"), *said, wr.MarkdownBlock(markdown(settings))]
 
 
 def runset(wr: Any, setting: Any, sweeps: Sequence[str]) -> Any:
@@ -208,6 +240,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("project", metavar="entity/project", help="the project whose runs are compared")
     parser.add_argument("--sweep", action="append", default=[], help="only runs of this W&B group; can be repeated")
     parser.add_argument("--by", default="stability", help="the group or key to compare by (default: %(default)s)")
+    parser.add_argument(
+        "--runs", type=Path, nargs="+", default=[], help="folders of the same runs here: adds a table of their settings"
+    )
     parser.add_argument("--title", default="", help="title of the report")
     parser.add_argument("--draft", action="store_true", help="save it as a draft")
     parser.add_argument("--json", action="store_true", help="only print the report as JSON; needs no account")
@@ -218,7 +253,7 @@ def run(arguments: argparse.Namespace) -> None:
     entity, slash, project = arguments.project.partition("/")
     if not (entity and slash and project) or "/" in project:
         raise ConfigError(f"{arguments.project!r} is not entity/project: name both, such as my-team/stabletrain")
-    report = specification(entity, project, arguments.sweep, arguments.by, arguments.title)
+    report = specification(entity, project, arguments.sweep, arguments.by, arguments.title, arguments.runs)
     if arguments.json:
         say(json.dumps(spec(report), indent=2))
     else:

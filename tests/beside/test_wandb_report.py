@@ -1,5 +1,7 @@
 """`stabletrain wandb-report` plots only what runs log, and saves the report through the library."""
 
+import json
+import math
 import os
 import re
 import subprocess
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import stabletrain
 from stabletrain.beside.wandb_report import CURVES, HALF, ROW, THROUGHPUT, below, placed, spec, specification
 from stabletrain.cli.commands import main
 from stabletrain.config.make import leaves
@@ -17,6 +20,7 @@ from stabletrain.machine.hardware import Usage
 from stabletrain.tracking.wandb import INCIDENT_COLUMNS
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.beside.comparison.written import write
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
 from tests.tracking.wandb_file import read, table
 from tests.tracking.wandb_server import KEY, serving
@@ -153,6 +157,24 @@ def test_runs_are_compared_by_a_group_or_a_key(by, key):
     report = spec(specification("me", "proof", by=by))
     grids = [block["metadata"] for block in report["blocks"] if block["type"] == "panel-grid"]
     assert {panel["groupBy"] for panel in panels(grids, "Bar Chart")} == {key, "jobType"}
+
+
+def test_the_rows_by_setting_are_those_of_the_comparison(tmp_path, capsys):
+    for precision, losses in (("fp32", [2.0, 2.25, 2.5]), ("bf16", [2.5, 3.0, math.nan])):
+        for seed, loss in enumerate(losses):
+            write(tmp_path / f"{precision}-{seed}", [f"precision={precision}", f"seed={seed}"], loss)
+    assert main(["wandb-report", "me/proof", "--by", "precision", "--json", "--runs", str(tmp_path)]) == 0
+    blocks = json.loads(capsys.readouterr().out)["blocks"]
+    [table] = [block["content"] for block in blocks if block["type"] == "markdown-block"]
+    rows = stabletrain.compare(tmp_path).by_setting("precision")
+    found = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert [cells[0] for cells in found] == rows.index.tolist() == ["precision=fp32", "precision=bf16"]
+    for cells, (_, row) in zip(found, rows.iterrows(), strict=True):
+        assert cells[1] == f"{row['val_loss']:.4g} ± {row['val_loss_sd']:.2g}"
+    assert found[1][2:] == ["2 of 3, 1 broke", "+0.62 (-0.96 to +2.2), not told apart"]
+    assert found[1][3].startswith(f"{rows['difference'].iloc[1]:+.2g} ({rows['low'].iloc[1]:+.2g}")
+    with pytest.raises(ConfigError, match="--by stability: no two runs differ in it; these differ: precision"):
+        specification("me", "proof", runs=[tmp_path])
 
 
 def test_a_mistake_is_one_sentence(capsys, monkeypatch):
