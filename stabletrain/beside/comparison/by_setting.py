@@ -59,10 +59,13 @@ class Setting(NamedTuple):
 
     @property
     def loss(self) -> str:
-        """Mean and standard deviation as text: `2.484 ± 0.005`."""
+        """Mean and standard deviation as text, to the same decimal: `2.484 ± 0.005`, `3.130 ± 0.015`."""
         if not self.losses:
             return "-"
-        return f"{self.mean:.4g}" if len(self.losses) < 2 else f"{self.mean:.4g} ± {self.deviation:.2g}"
+        deviation = "" if len(self.losses) < 2 else f"{self.deviation:.2g}"
+        _, point, decimals = deviation.partition(".")
+        same = f".{len(decimals)}f" if point and decimals.isdigit() else ".4g"  # 1e-05 has no decimals
+        return f"{self.mean:{same}} ± {deviation}" if deviation else f"{self.mean:.4g}"
 
     @property
     def ended(self) -> str:
@@ -194,16 +197,48 @@ def markdown(settings: Sequence[Setting]) -> str:
 
 
 def latex(settings: Sequence[Setting]) -> str:
-    """Returns a LaTeX table for the package booktabs."""
+    """Returns a LaTeX table for the package booktabs, with a column for each key. What is not told apart is `n.s.`."""
     escapes = {"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     escapes |= {character: f"\\{character}" for character in "&%$#_{}"}
+    rated = any(each.rate is not None for each in settings)
+    keys = [*settings[0].values]
 
     def line(row: Sequence[str]) -> str:
-        return " & ".join("".join(escapes.get(each, each) for each in one_line(cell)) for cell in row) + r" \\"
+        return " & ".join(row) + r" \\"
 
-    head, *rows = cells(settings)
-    body = [r"\toprule", line(head), r"\midrule", *map(line, rows), r"\bottomrule"]
-    return "\n".join([rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", *body, r"\end{tabular}", ""])
+    def text(word: str) -> str:
+        return "".join(escapes.get(each, each) for each in one_line(word))
+
+    def signed(value: float) -> str:
+        digits, exponent, power = f"{value:+.2g}".partition("e")
+        return rf"{digits} \cdot 10^{{{int(power)}}}" if exponent else digits
+
+    def difference(each: Setting) -> str:
+        mean, low, high, count = each.difference
+        if not count:
+            return "no pair"
+        interval = f" $[{signed(low)}, {signed(high)}]$" if count > 1 else ", one pair"
+        return f"${signed(mean)}${interval}{'' if each.difference.excludes_zero else ' n.s.'}"
+
+    head = [*map(text, keys or ["setting"]), *(["best lr"] if rated else []), "val loss", "runs"]
+    rows = [
+        [
+            *(text(setting_text(each.values[key])) for key in keys),
+            *([] if keys else [text(each.name)]),
+            *([f"{each.rate:g}"] if rated else []),
+            text(each.loss),
+            f"{len(each.losses)}/{each.runs}",
+            difference(each) if number else "best",
+        ]
+        for number, each in enumerate(settings)
+    ]
+    body = [r"\toprule", line([*head, r"to the best, 95\,\%"]), r"\midrule", *map(line, rows), r"\bottomrule"]
+    about = [
+        "% runs: those in the mean, of all; the others broke or are not over",
+        "% to the best: difference, paired over what else differs, with its 95 % interval; n.s.: not told apart from 0",
+    ]
+    align = "l" * len(keys or [0]) + "r" * (len(head) - len(keys or [0])) + "l"
+    return "\n".join([*about, rf"\begin{{tabular}}{{@{{}}{align}@{{}}}}", *body, r"\end{tabular}", ""])
 
 
 def sentence(settings: Sequence[Setting], unit: str = "", most: int = 3) -> str:

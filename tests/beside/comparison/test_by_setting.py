@@ -105,7 +105,10 @@ def test_the_command_prints_settings_and_writes_them_as_csv_and_latex(tmp_path, 
     rows = (tmp_path / "s.csv").read_text().splitlines()
     assert rows[0].startswith("setting,settings.precision,val_loss,val_loss_sd,finished,runs,broke,not_over,difference")
     assert len(rows) == 4
-    assert r"precision=fp32 & 2.485 $\pm$ 0.005 & 3 & best \\" in (tmp_path / "s.tex").read_text()
+    tex = (tmp_path / "s.tex").read_text()
+    assert r"fp32 & 2.485 $\pm$ 0.005 & 3/3 & best \\" in tex
+    assert r"& $+6.7 \cdot 10^{-5}$ $[-0.00031, +0.00045]$ n.s. \\" in tex
+    assert tex.count("n.s.") == 2, "in one row, and in the comment that says what it means"
     page = (tmp_path / "sweep" / "report.html").read_text(encoding="utf-8")
     assert "Best setting: precision=fp32" in page
     assert main(["compare", "sweep"]) == 0
@@ -149,3 +152,4 @@ def test_the_latex_table_compiles(tmp_path):
     (tmp_path / "t.tex").write_text(document)
     done = subprocess.run(["pdflatex", "-interaction=nonstopmode", "t.tex"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stdout
+    assert b"Overfull" not in done.stdout, "it fits the width of an article"
