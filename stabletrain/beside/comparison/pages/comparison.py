@@ -124,6 +124,9 @@ if TYPE_CHECKING:
 EMBEDDED = 300
 """Maximum number of runs whose curves are in the page."""
 
+COLORS = 8
+"""Number of colours of lines (`colors.js`). So many runs have each their own at first."""
+
 NUMBERS = 400_000
 """Maximum number of values in all curves together, to limit the page to a few megabytes."""
 
@@ -226,7 +229,7 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str)
         has_curves=bool(curves),
         has_means=bool(made),
         colors=[*settings, *others, (-1, "run")],
-        usual_color=usual_color(settings),
+        usual_color=-1 if len(curves) <= COLORS else usual_color(settings),
         throughputs=with_shares(throughput(table)),
         incidents=[(names[i], one) for i in about for one in about[i]["incidents"]],
     )

@@ -239,7 +239,8 @@ def test_seeds_are_a_mean_with_a_band_and_a_lost_run_is_a_line_that_the_axis_rea
         assert len(page.evaluate(f"{chart}.plan.series")) == 6
         page.locator("#each").uncheck()
         page.locator("#table input[type=checkbox]").first.uncheck()
-        assert len(page.evaluate(f"{chart}.plan.series")) == 3, "of a setting without one of its runs, no mean is drawn"
+        names = page.evaluate(f"{chart}.plan.series.map((one) => one.name)")
+        assert names == ["stability=none (n=3)", "stability=full seed=1", lost], "no mean of a part of a setting"
 
 
 def test_means_over_steps_are_added_to_the_logged_line_and_said(chromium, folder):
@@ -387,9 +388,9 @@ def test_a_run_opens_from_the_table_and_closes_with_escape(chromium, folder):
 def test_colours_follow_the_setting_that_is_chosen(chromium, folder):
     with opened(chromium, folder / "report.html") as page:
         colors = "new Set(pictures.panels[0].chart.plan.series.map((one) => one.style.color)).size"
+        assert page.evaluate(colors) == 6, "few runs have each their own colour"
+        page.locator("#by").select_option(label="stability")
         assert page.evaluate(colors) == 2
-        page.locator("#by").select_option(label="run")
-        assert page.evaluate(colors) == 6
 
 
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">'\"`${1}<!--"

@@ -125,7 +125,7 @@ class Pictures {
   foretold() {
     const told = this.runs.filter((run) => !run.alone && (run.forecasts || []).length);
     const words = told.slice(0, 3).map((run) => `${run.name}, ${run.forecasts.length > 1 ? "steps" : "step"} ${run.forecasts.map((one) => Numbers.short(one.step)).join(", ")}`);
-    return told.length ? [`Forecast for ${words.join("; ")}${told.length > 3 ? ` and ${told.length - 3} more runs` : ""}.`] : [];
+    return told.length ? [`Forecast for ${words.join("; ")}${told.length > 3 ? ` and ${Numbers.count(told.length - 3, "more run")}` : ""}.`] : [];
   }
 
   /** The marks of a run. A skipped step has one mark: a triangle if it is an incident, or else a cross. */

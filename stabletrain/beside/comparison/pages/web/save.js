@@ -98,7 +98,7 @@ const Save = {
     }
     const note = chart.host.parentElement.querySelector(".note").textContent;
     paper.fillStyle = Colors.css("soft");
-    for (const line of Save.lines(note, Math.floor(width / 6))) paper.fillText(line, 12, (y += 3), 11), (y += 11);
+    for (const line of Save.lines(note, Math.floor(width / 6.5))) paper.fillText(line, 12, (y += 3), 11), (y += 11);
     const below = paper.parts.splice(0);
     paper.fillStyle = text;
     paper.fillText(plan.title, 12, 17, 14, "600");
