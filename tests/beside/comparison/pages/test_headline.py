@@ -59,7 +59,7 @@ def test_with_several_seeds_the_best_setting_is_named_and_not_the_best_run(tmp_p
     found = frame_of(runs)
     sentences = headline(runs, found.to_dict("records"), [], distinguishing_keys(runs, but=()), settings_of(found))
     assert sentences[0] == (
-        "Best setting: stability=b, 1.525 ± 0.14 nats (2 runs). Not told apart from it: stability=a, +0.5 (-11 to +12)."
+        "Best setting: stability=b, 1.52 ± 0.14 nats (2 runs). Not told apart from it: stability=a, +0.5 (-11 to +12)."
     )
     assert not any("seed=" in each for each in sentences)
 
