@@ -48,7 +48,7 @@ def runs(tmp_path_factory):
 
 def line(step, numbers, lost):
     """A line of `metrics.jsonl`. Step 5 was skipped, and a lost run has no finite loss from step 9 on."""
-    values = {name: numbers.uniform(1.0, 5.0) for name in (*NAMES, "train/ce", LOGIT)}
+    values = {name: numbers.uniform(4.6, 5.0) for name in (*NAMES, "train/ce", LOGIT)}
     if step % 4:
         del values["val/loss"], values["val/accuracy"]
     if lost and step > 8:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from stabletrain.beside.comparison.groups import NOT_OVER, SEED
+from stabletrain.beside.comparison.groups import NOT_OVER, SEED, is_lost_loss
 from stabletrain.beside.comparison.intervals import Interval, of_independent
 from stabletrain.beside.comparison.reading.settings import setting_text
 from stabletrain.beside.comparison.sensitivity import RATE
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
         rate: the best learning rate; None if it does not differ.
         losses: final validation losses, by the values of what else differs, the seed among them.
         runs: number of runs at this rate.
-        broke: how many of them were halted, failed, or ended in a loss that is not finite.
+        broke: how many of them were halted, failed, or ended with a lost loss; see `groups.is_lost_loss`.
         not_over: how many are not over.
         difference: to the best setting; of the best setting to itself, NaN.
     """
@@ -118,8 +118,9 @@ def setting(name: str, values: Mapping[str, Any], rate: float | None, runs: Sequ
     """Returns a setting at one learning rate. Of runs that agree in everything, the last one that is over counts."""
     last = {pair: run for pair, run in runs if any(word in run["status"] for word in NOT_OVER)}
     last |= {pair: run for pair, run in runs if not any(word in run["status"] for word in NOT_OVER)}
-    well = {pair: run for pair, run in last.items() if run["status"] == "finished" and math.isfinite(run["val_loss"])}
-    losses = {pair: float(run["val_loss"]) for pair, run in well.items() if not run["diverged"]}
+    well = {pair: run for pair, run in last.items() if run["status"] == "finished" and not run["diverged"]}
+    losses = {pair: float(run["val_loss"]) for pair, run in well.items()}
+    losses = {pair: loss for pair, loss in losses.items() if not is_lost_loss(loss, well[pair]["loss_at_init"])}
     not_over = sum(any(word in run["status"] for word in NOT_OVER) for run in last.values())
     return Setting(name, values, rate, losses, len(last), len(last) - len(losses) - not_over, not_over)
 

@@ -17,6 +17,9 @@ from stabletrain.beside.comparison.reading.settings import distinguishing_keys, 
 
 SEED = "seed"
 
+LOST = 1.1
+"""A loss is lost above this multiple of that of the first step. What learns nothing stays below it."""
+
 NOT_OVER = ("running", "preempted", "empty", "broken")
 """Statuses of runs that may still end well, or of which nothing is known."""
 
@@ -40,7 +43,7 @@ class Group(NamedTuple):
     Attributes:
         name: the settings that tell the groups apart, such as `precision=bf16 optimizer.lr=0.01`; `all` if none does.
         sound: the runs in the mean.
-        broke: runs that were halted, failed, or ended in a loss that is not finite.
+        broke: runs that were halted, failed, or ended with a lost loss; see `is_lost_loss`.
         not_over: runs that are not over, or cannot be read.
     """
 
@@ -98,9 +101,17 @@ def setting_names(runs: Sequence[Run], but: Sequence[str] = ("seed",)) -> list[s
 
 
 def is_lost(run: Run) -> bool:
-    """Returns whether a run that is over broke: halted, failed, or with a last loss that is not finite."""
+    """Returns whether a run that is over broke: halted, failed, or with a lost loss."""
     name = "val/loss" if "val/loss" in run.ranges else "train/loss"
-    return run.status in ("halted", "failed") or not math.isfinite(run.last(name))
+    return run.status in ("halted", "failed") or is_lost_loss(run.last(name), run.initial_loss)
+
+
+def is_lost_loss(last: float, initial: float) -> bool:
+    """Returns whether the last loss is not finite, or more than a tenth above that of the first step.
+
+    The latter is not asked if that of the first step is not known (NaN) or not positive.
+    """
+    return not math.isfinite(last) or last > LOST * initial > 0
 
 
 def mean_of(curves: Sequence[Curve]) -> Mean:
