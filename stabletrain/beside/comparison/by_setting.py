@@ -183,12 +183,8 @@ def cells(settings: Sequence[Setting]) -> list[list[str]]:
 
 def above(found: Setting) -> str:
     """Formats the difference of a setting to the best one."""
-    mean, low, high, count = found.difference
-    if not count:
-        return "no pair"
-    if count < 2:
-        return f"{mean:+.2g}, one pair"
-    return f"{mean:+.2g} ({low:+.2g} to {high:+.2g}){'' if found.difference.excludes_zero else ', not told apart'}"
+    near = found.difference.count > 1 and not found.difference.excludes_zero
+    return f"{found.difference.text}{', not told apart' if near else ''}"
 
 
 def markdown(settings: Sequence[Setting]) -> str:

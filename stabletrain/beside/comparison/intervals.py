@@ -38,6 +38,13 @@ class Interval(NamedTuple):
         """Whether 0 lies outside of the interval."""
         return self.low > 0 or self.high < 0
 
+    @property
+    def text(self) -> str:
+        """The mean and the interval: `+0.016 (+0.01 to +0.022)`."""
+        if not self.count:
+            return "no pair"
+        return f"{self.mean:+.2g}" + (", one pair" if self.count < 2 else f" ({self.low:+.2g} to {self.high:+.2g})")
+
 
 def student(degrees: int) -> float:
     """Returns the 97.5 % quantile of Student's t for one degree of freedom or more.

@@ -138,7 +138,7 @@ def rate_of(run: Run) -> float:
 
 
 def markdown(found: Sequence[Arm]) -> str:
-    """Returns a Markdown table of the mean final loss per learning rate, and of each arm's sensitivity."""
+    """Returns a Markdown table of the final losses per learning rate, and of each arm's sensitivity."""
     rates = found[0].grid
     head = [RATE, *(f"{rate:g}" for rate in rates), "sensitivity"]
     rows = [head, ["---"] * len(head)]
@@ -153,13 +153,13 @@ def markdown(found: Sequence[Arm]) -> str:
 
 
 def cell(points: Sequence[Point]) -> str:
-    """Formats the mean loss over the seeds, and how many of them diverged or ended above their loss at init."""
+    """Formats the losses over the seeds, and how many of them diverged or ended above their loss at init."""
     if not points:
         return "-"
     diverged, above = sum(p.diverged for p in points), sum(p.ended > p.loss for p in points)
     notes = [f"{count} {what}" for count, what in ((diverged, "diverged"), (above, "above init")) if count]
-    mean = f"{statistics.fmean(point.loss for point in points):.3f}"
-    return f"{mean} ({', '.join(notes)})" if notes else mean
+    losses = spread([point.loss for point in points])
+    return f"{losses} ({', '.join(notes)})" if notes else losses
 
 
 def spread(values: Sequence[float]) -> str:

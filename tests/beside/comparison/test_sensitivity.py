@@ -64,9 +64,9 @@ def test_the_command_prints_the_table_and_draws_the_curves(sweep, tmp_path, caps
     lines = capsys.readouterr().out.splitlines()
     lines = lines[lines.index("| optimizer.lr | 0.001 | 0.01 | 0.1 | sensitivity |") :]
     mean, deviation = statistics.fmean([4 / 3, 1.2]), statistics.stdev([4 / 3, 1.2])
-    assert (
-        lines[2]
-        == f"| stability=none | 2.050 | 2.400 | 5.500 (1 diverged, 1 above init) | {mean:.3f} ± {deviation:.3f} |"
+    assert lines[2] == (
+        "| stability=none | 2.050 ± 0.071 | 2.400 ± 0.141 | 5.500 ± 0.000 (1 diverged, 1 above init) "
+        f"| {mean:.3f} ± {deviation:.3f} |"
     )
     assert lines[5] == "| stability=none | 3 | 3 | 3 |  |"
     assert "</svg>" in picture.read_text()
@@ -91,7 +91,7 @@ def test_a_run_that_is_not_there_is_named_in_the_printed_table(sweep, capsys):
         (sweep / number / "metrics.jsonl").unlink()
     assert main(["compare", str(sweep)]) == 0
     out = capsys.readouterr().out
-    assert "| stability=qknorm | - | 1.850 | 2.200 | incomplete |" in out
+    assert "| stability=qknorm | - | 1.850 ± 0.071 | 2.200 ± 0.000 | incomplete |" in out
     assert "missing  stability=qknorm, optimizer.lr=0.001, seed=1: no such run" in out
 
 

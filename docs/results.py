@@ -1,0 +1,305 @@
+"""Writes the sections of `results.md` from runs: `python docs/results.py multirun/<date>/<time>`.
+
+The runs' experiment says which section. `python docs/results.py --run spiky` trains the runs first. Each number of a
+section is computed from the runs' files. Each sentence that compares follows from a 95 % interval, or gives single
+runs as what they are. Writing a section twice changes nothing.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from stabletrain.beside.comparison.by_setting import markdown, settings_of
+from stabletrain.beside.comparison.frames import frame_of
+from stabletrain.beside.comparison.intervals import Interval, of_independent
+from stabletrain.beside.comparison.pictures import draw, draw_losses
+from stabletrain.beside.comparison.reading.run import Run
+from stabletrain.beside.comparison.reading.runs import read_runs
+from stabletrain.beside.comparison.sensitivity import RATE, Arm, Point, arms
+from stabletrain.beside.comparison.sensitivity import markdown as by_rate
+from stabletrain.errors import ConfigError
+
+PAGE = Path(__file__).with_name("results.md")
+
+WIDTH = 120
+
+HIGH_LOGIT = 1e4
+"""Every run whose largest attention logit passed this one diverged (arXiv 2309.14322, section 3.1.1)."""
+
+EFFECTS = (
+    ("QK-norm", "qknorm", "none"),
+    ("QK-norm beside z-loss", "zloss_qknorm", "zloss"),
+    ("z-loss", "zloss", "none"),
+    ("z-loss beside QK-norm", "zloss_qknorm", "qknorm"),
+)
+"""What is compared at each learning rate: a name, the preset with it, and the preset without it."""
+
+
+class Section(NamedTuple):
+    """A section of the page.
+
+    Attributes:
+        heading: of the section, which is replaced up to the next heading.
+        commands: what trains the runs, in folders below `multirun/<experiment>`.
+        write: yields the paragraphs from the runs, and draws the picture into a folder.
+    """
+
+    heading: str
+    commands: Sequence[str]
+    write: Callable[[Sequence[Run], Path], Iterator[str]]
+
+
+def lr_sensitivity(runs: Sequence[Run], folder: Path) -> Iterator[str]:
+    """Yields the paragraphs on sensitivity to the learning rate, and draws `lr_sensitivity.svg`."""
+    found = arms(runs)
+    by_name = {arm.name.removeprefix("stability="): arm for arm in found}
+    effects = {name: effect(by_name[on], by_name[off]) for name, on, off in EFFECTS}
+    draw(found, folder / "lr_sensitivity.svg")
+    one, rates = runs[0].settings, found[0].grid
+    seeds = sorted({seed for arm in found for seed in arm.curves}, key=int)
+    yield paragraph(
+        "This is the protocol of Wortsman et al. (arXiv 2309.14322) at a size for a laptop: "
+        f"{one['model']} on blocks of {one['data.block_size']} bytes, {one['steps']} steps of {one['batch_size']} "
+        "samples, with the paper's init, optimizer, clipping, independent weight decay, warmup and grid of learning "
+        "rates, and without a guard. The learning rate falls to 0; the paper's falls to 1e-5. Seeds "
+        f"{', '.join(seeds)} differ in initial weights and in the order of the data, and share the validation text."
+    )
+    yield paragraph(
+        f"Final validation loss in nats/byte by peak learning rate: mean ± standard deviation over the seeds, and "
+        "below it the largest attention logit that the monitors measured, at every "
+        f"{one['monitors.every']}th step. **Sensitivity** is the mean over the grid of the distance to the lowest loss "
+        "in the grid. A run that diverges counts as its loss at init."
+    )
+    yield by_rate(found)
+    yield "![Final loss and largest attention logit by learning rate](lr_sensitivity.svg)"
+    yield paragraph(how_they_ended(runs, found))
+    yield "Each preset at its best learning rate:"
+    yield markdown(settings_of(frame_of(runs), ["stability"]))
+    yield paragraph(
+        "What each measure changes, in nats: the mean over the seeds of the difference to the run of the same seed "
+        "without it, with its 95 % interval (Student's t). Bold: the interval does not hold 0. Of "
+        f"{len(EFFECTS) * (len(rates) + 1)} such intervals, one in twenty is expected to leave out 0 by chance."
+    )
+    rows = [[RATE, *effects], ["---"] * (len(effects) + 1)]
+    for place, rate in enumerate([*(f"{rate:g}" for rate in rates), "sensitivity"]):
+        rows.append([rate, *(as_cell(differences[place]) for differences in effects.values())])
+    yield "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    yield "\n".join(bullet(f"**{name}**: {in_words(each, rates)}") for name, each in effects.items())
+    yield paragraph(effort(runs))
+
+
+def effect(with_it: Arm, without: Arm) -> list[Interval]:
+    """Returns the differences of two arms, paired by seed: of the loss at each rate, then of the sensitivity."""
+    by_seed = [(losses_at(with_it, rate), losses_at(without, rate)) for rate in with_it.grid]
+    return [
+        of_independent([ours[seed] - others[seed] for seed in ours if seed in others])
+        for ours, others in [*by_seed, (with_it.by_seed(), without.by_seed())]
+    ]
+
+
+def losses_at(arm: Arm, rate: float) -> dict[str, float]:
+    """Returns an arm's losses at a learning rate by seed."""
+    return {seed: point.loss for seed, curve in arm.curves.items() for point in curve if point.rate == rate}
+
+
+def as_cell(difference: Interval) -> str:
+    """Formats a difference for the table; bold if its interval does not hold 0."""
+    mean, space, interval = difference.text.partition(" ")
+    return f"**{mean}**{space}{interval}" if difference.excludes_zero else difference.text
+
+
+def in_words(differences: Sequence[Interval], rates: Sequence[float]) -> str:
+    """Says what an effect's intervals carry, and no more.
+
+    Args:
+        differences: one per learning rate, then that of the sensitivity.
+        rates: the learning rates.
+    """
+    *by_rate, sensitivity = differences
+    verb = "lowers" if sensitivity.mean < 0 else "raises"
+    first = f"{verb} the sensitivity: {sensitivity.text}"
+    if not sensitivity.excludes_zero:
+        first = f"the sensitivities with and without it are not told apart: {sensitivity.text}"
+    kinds: dict[str, list[str]] = {"lower": [], "higher": [], "not told apart": []}
+    for rate, each in zip(rates, by_rate, strict=True):
+        kinds["not told apart" if not each.excludes_zero else "lower" if each.mean < 0 else "higher"].append(
+            f"{rate:g}"
+        )
+    losses = [f"{kind} at {', '.join(at)}" for kind, at in kinds.items() if at]
+    if len(losses) == 1:
+        losses = [losses[0].partition(" at ")[0] + " at every learning rate"]
+    return f"{first}. The losses are {'; '.join(losses)}."
+
+
+def how_they_ended(runs: Sequence[Run], found: Sequence[Arm]) -> str:
+    """Says how many runs broke, and how those with large attention logits ended."""
+    points = [(arm, point) for arm in found for curve in arm.curves.values() for point in curve]
+    missing = sum(len(arm.missing) for arm in found)
+    diverged, above = sum(point.diverged for _, point in points), sum(ended_above(point) for _, point in points)
+    text = f"Of {len(points)} runs, {diverged} ended in NaN or were halted, and {above} ended above their loss at init."
+    text += f" {missing} more are missing or not over." if missing else ""
+    high = [(arm, point) for arm, point in points if point.logit > HIGH_LOGIT]
+    if not high:
+        return f"{text} No attention logit passed {HIGH_LOGIT:.0e}."
+    places: dict[tuple[str, float], int] = {}
+    for arm, point in high:
+        places[arm.name, point.rate] = places.get((arm.name, point.rate), 0) + 1
+    where = ", ".join(f"`{name}` at {rate:g} ({count})" for (name, rate), count in places.items())
+    losses = [[point.loss for _, point in points if (point.logit > HIGH_LOGIT) is is_high] for is_high in (True, False)]
+    spans = [f"{min(each):.3f} to {max(each):.3f}" for each in losses if each]
+    lost = sum(point.diverged or ended_above(point) for _, point in high)
+    return (
+        f"{text} An attention logit passed {HIGH_LOGIT:.0e} in {len(high)} of them: {where}. In the paper all such "
+        f"runs diverged; here {lost} of {len(high)} did, or ended above their loss at init. Their losses are {spans[0]}"
+        + (f", those of the other runs {spans[1]}." if len(spans) > 1 else ".")
+    )
+
+
+def ended_above(point: Point) -> bool:
+    """Returns whether a run ended above its loss at init."""
+    return point.ended > point.loss
+
+
+def effort(runs: Sequence[Run]) -> str:
+    """Says where and how long the runs trained."""
+    one, seconds = runs[0].record, sum(run.record["final"]["seconds"] for run in runs)
+    moments = [datetime.fromisoformat(run.record[name]) for run in runs for name in ("started", "ended")]
+    wall = (max(moments) - min(moments)).total_seconds()
+    threads = one["hardware"]["threads"]
+    return (
+        f"({len(runs)} runs on {runs[0].card} in {runs[0].precision}, {threads} thread{'s' if threads > 1 else ''} "
+        f"each, torch {one['versions']['torch']}: {seconds / 60:.0f} minutes of training, {wall / 60:.0f} minutes from "
+        "the first start to the last end.)"
+    )
+
+
+def spiky(runs: Sequence[Run], folder: Path) -> Iterator[str]:
+    """Yields the paragraph on a run with faults, and draws `spiky.svg`."""
+    off, guarded, clean = (
+        pick(runs, guard=guard, faults=faults).last("val/loss")
+        for guard, faults in (("off", "spiky"), ("rollback", "spiky"), ("rollback", "none"))
+    )
+    draw_losses(runs, folder / "spiky.svg")
+    more = f"{abs(guarded / clean - 1):.1%}".replace("%", " %")
+    yield paragraph(
+        "A small GPT is trained at three times the default learning rate. It reads twenty batches of wrong data at "
+        f"step 250, and at step 400 its update is 300 times too large. Without a guard it ends at {off:.3f} nats/byte. "
+        f"With `guard=rollback` and the same seed it ends at {guarded:.3f}. A run without these faults ends at "
+        f"{clean:.3f}, so the loss with the guard is {more} {'higher' if guarded > clean else 'lower'}. (One run each, "
+        "so nothing is known about other seeds.)"
+    )
+    yield "![Training losses of the three runs](spiky.svg)"
+
+
+def pick(runs: Sequence[Run], **choices: str) -> Run:
+    """Returns the run with these options.
+
+    Raises:
+        ConfigError: there is no such run, or there are several.
+    """
+    found = [run for run in runs if all(run.settings.get(group) == option for group, option in choices.items())]
+    if len(found) == 1:
+        return found[0]
+    wanted = " ".join(f"{group}={option}" for group, option in choices.items())
+    raise ConfigError(
+        f"{len(found)} runs with {wanted}, but one is needed; fix: python docs/results.py --run <section>"
+    )
+
+
+def paragraph(text: str) -> str:
+    """Breaks a text into lines."""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def bullet(text: str) -> str:
+    """Returns an entry of a list."""
+    return textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+SECTIONS: Mapping[str, Section] = {
+    "lr_sensitivity": Section(
+        "Learning-rate sensitivity",
+        ["python train.py -m experiment=lr_sensitivity hydra/launcher=joblib hydra.launcher.n_jobs=2"],
+        lr_sensitivity,
+    ),
+    "spiky": Section(
+        "A run that would be lost",
+        [
+            "python train.py -m experiment=spiky guard=off,rollback log_every=1",
+            "python train.py experiment=spiky faults=none log_every=1 hydra.run.dir=multirun/spiky/clean",
+        ],
+        spiky,
+    ),
+}
+"""The sections by experiment."""
+
+
+def command_lines(experiment: str) -> list[str]:
+    """Returns the commands that train the runs of a section."""
+    return [
+        f"{line} hydra.sweep.dir=multirun/{experiment}" if " -m " in line else line
+        for line in SECTIONS[experiment].commands
+    ]
+
+
+def with_section(page: str, runs: Sequence[Run], folder: Path) -> str:
+    """Returns a page with the section of some runs' experiment replaced, and draws its picture into a folder.
+
+    Raises:
+        ConfigError: the runs are of no experiment that has a section, or of several.
+    """
+    names = sorted({str(run.settings.get("experiment")) for run in runs})
+    if len(names) > 1 or names[0] not in SECTIONS:
+        raise ConfigError(f"runs of experiment {', '.join(names)}: give those of one of {', '.join(SECTIONS)}")
+    (name,) = names
+    section = SECTIONS[name]
+    block = "\n".join(["```", *command_lines(name), f"python docs/results.py multirun/{name}", "```"])
+    text = "\n\n".join([f"## {section.heading}", block, *section.write(runs, folder)]) + "\n"
+    old = re.search(rf"^## {re.escape(section.heading)}\n.*?(?=\n## |\Z)", page, re.MULTILINE | re.DOTALL)
+    if old is None:
+        raise ConfigError(f"the page has no heading {section.heading!r}: add it where the section belongs")
+    return page.replace(old[0], text)
+
+
+def train(experiment: str) -> Path:
+    """Trains the runs of a section, with one thread each; returns their folder.
+
+    Raises:
+        ConfigError: the folder exists.
+    """
+    folder = Path("multirun", experiment)
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; fix: python docs/results.py {folder}, or delete it to train again")
+    for line in command_lines(experiment):
+        words = shlex.split(line)[1:]  # after `python`
+        subprocess.run([sys.executable, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return folder
+
+
+def main(typed: Sequence[str] | None = None) -> None:
+    """Writes a section of the page."""
+    parser = argparse.ArgumentParser(prog="python docs/results.py", description=__doc__)
+    parser.add_argument("runs", type=Path, nargs="*", help="the folder of a section's runs, such as multirun/spiky")
+    parser.add_argument("--run", choices=[*SECTIONS], help="train the runs of this section first")
+    parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s; pictures are written beside it")
+    chosen = parser.parse_args(typed)
+    if bool(chosen.runs) == bool(chosen.run):
+        parser.error("give either folders of runs, or --run and a section")
+    try:
+        runs = read_runs([train(chosen.run)] if chosen.run else chosen.runs)
+        text = with_section(chosen.page.read_text(encoding="utf-8"), runs, chosen.page.parent)
+    except ConfigError as error:
+        sys.exit(f"{parser.prog}: {error}")
+    chosen.page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

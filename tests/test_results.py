@@ -1,0 +1,166 @@
+"""The results page, written from runs by one command: every number is in the runs' files."""
+
+import itertools
+import json
+import math
+import re
+import statistics
+from datetime import datetime, timedelta
+
+import pytest
+
+from docs.results import PAGE, SECTIONS, main
+from tests.beside.comparison.written import write
+
+pytestmark = pytest.mark.beside
+
+PRESETS, RATES, SEEDS = ("none", "qknorm", "zloss", "zloss_qknorm"), (3e-4, 1e-2, 3e-1), (0, 1, 2)
+
+START = datetime.fromisoformat("2026-11-27T21:00:00+00:00")
+
+LOST = ("zloss", 3e-1, 1)
+"""The run that ends in NaN."""
+
+
+def made_loss(preset, rate, seed):
+    """QK-norm helps at the highest rate, and costs a little at the lowest; z-loss does nothing but noise."""
+    loss = {3e-4: 2.2, 1e-2: 1.9, 3e-1: 2.7}[rate] + 0.013 * seed
+    if "qknorm" in preset:
+        loss += {3e-4: 0.02 + 0.001 * seed, 1e-2: 0.003 * (seed - 1) + 0.0011, 3e-1: -0.4 - 0.01 * seed}[rate]
+    if "zloss" in preset:
+        loss += 0.002 * (seed - 1) + 0.0007
+    return math.nan if (preset, rate, seed) == LOST else loss
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    shared = ["experiment=lr_sensitivity", "steps=300", "batch_size=16", "data.block_size=64", "monitors.every=25"]
+    for number, (preset, rate, seed) in enumerate(itertools.product(PRESETS, RATES, SEEDS)):
+        loss, logit = made_loss(preset, rate, seed), (20 + seed if "qknorm" in preset else 1e5 * rate + seed)
+        lines = [
+            {"step": 1, "train/ce": 5.5 + 0.01 * seed, "monitors/attn_logit_max": 3.5},
+            {"step": 300, "monitors/attn_logit_max": logit, "val/loss": "NaN" if math.isnan(loss) else loss},
+        ]
+        started = START + timedelta(minutes=number)
+        write(
+            tmp_path / "sweep" / str(number),
+            [*shared, f"stability={preset}", f"optimizer.lr={rate}", f"seed={seed}"],
+            lines=lines,
+            choices={"experiment": "lr_sensitivity", "stability": preset, "model": "gpt_nano"},
+            hardware={"name": "cpu", "precision": "bf16", "threads": 1},
+            versions={"torch": "2.14.1"},
+            final={"seconds": 50.0},
+            started=started.isoformat(),
+            ended=(started + timedelta(minutes=2)).isoformat(),
+        )
+    return tmp_path / "sweep"
+
+
+@pytest.fixture
+def page(tmp_path):
+    file = tmp_path / "docs" / "results.md"
+    file.parent.mkdir()
+    file.write_text("# Results\n\nbefore\n\n## Learning-rate sensitivity\n\nold 99.99\n\n## Another\n\nafter 88.88\n")
+    return file
+
+
+def section(page):
+    """The text of the section, without its code block."""
+    whole = page.read_text(encoding="utf-8")
+    return whole.partition("```\n\n")[2].partition("\n## ")[0]
+
+
+def in_the_files(sweep):
+    """All that may be said about the runs in numbers, computed with nothing but the files and `statistics`."""
+    losses, logits, above = {}, {}, 0
+    for folder in sweep.iterdir():
+        record = json.loads((folder / "run.json").read_text())
+        settings = dict(override.split("=") for override in record["overrides"])
+        key = settings["stability"], float(settings["optimizer.lr"]), int(settings["seed"])
+        first, last = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        loss = float(last["val/loss"])
+        losses[key] = first["train/ce"] if math.isnan(loss) else min(loss, first["train/ce"])
+        above += loss > first["train/ce"]
+        logits[key] = last["monitors/attn_logit_max"]
+
+    def interval(values):
+        half = 4.3027 * statistics.stdev(values) / math.sqrt(3)
+        mean = statistics.fmean(values)
+        return [f"{each:+.2g}" for each in (mean, mean - half, mean + half)]
+
+    def spread(values, mean=".3f", deviation=".3f"):
+        return [f"{statistics.fmean(values):{mean}}", f"{statistics.stdev(values):{deviation}}"]
+
+    allowed = {f"{rate:g}" for rate in RATES} | {str(seed) for seed in SEEDS} | {"300", "16", "64", "25"}  # settings
+    index = {}
+    for preset in PRESETS:
+        means = {rate: [losses[preset, rate, seed] for seed in SEEDS] for rate in RATES}
+        for rate in RATES:
+            allowed |= {*spread(means[rate]), f"{max(logits[preset, rate, seed] for seed in SEEDS):.3g}"}
+        curves = {seed: [losses[preset, rate, seed] for rate in RATES] for seed in SEEDS}
+        index[preset] = [statistics.fmean(curve) - min(curve) for curve in curves.values()]
+        best = min(RATES, key=lambda rate: statistics.fmean(means[rate]))
+        allowed |= {*spread(index[preset]), *spread(means[best], ".4g", ".2g")}
+        to_best = [losses[preset, best, seed] - losses["none", best, seed] for seed in SEEDS]
+        allowed |= {*interval(to_best)}
+    for on, off in (("qknorm", "none"), ("zloss_qknorm", "zloss"), ("zloss", "none"), ("zloss_qknorm", "qknorm")):
+        allowed |= {*interval([a - b for a, b in zip(index[on], index[off], strict=True)])}
+        for rate in RATES:
+            allowed |= {*interval([losses[on, rate, seed] - losses[off, rate, seed] for seed in SEEDS])}
+    high = [key for key in logits if logits[key] > 1e4]
+    counts = [len(losses), above, 1, len(high), 3]  # runs, above init, NaN, large logits, seeds
+    allowed |= {*map(str, counts)}
+    for group in (high, losses.keys() - high):
+        allowed |= {f"{found([losses[key] for key in group]):.3f}" for found in (min, max)}
+    minutes = len(losses) * 50 / 60, len(losses) + 1
+    return allowed | {f"{each:.0f}" for each in minutes} | {"2.14.1"}
+
+
+def test_every_number_of_a_section_is_in_the_runs_files(sweep, page):
+    main([str(sweep), "--page", str(page)])
+    text = section(page)
+    of_the_prose = {"2309.14322", "95", "1e-5", "0", "1e+04", str(4 * (len(RATES) + 1))}
+    numbers = re.findall(r"(?<![\w.])[-+]?\d[\d.]*(?:e[-+]?\d+)?(?<!\.)", text)
+    assert len(numbers) > 100
+    assert not {*numbers} - in_the_files(sweep) - of_the_prose
+
+
+def test_its_sentences_follow_from_the_intervals_and_count_the_runs_that_broke(sweep, page):
+    main([str(sweep), "--page", str(page)])
+    text = re.sub(r"\s+", " ", section(page))
+    assert "**QK-norm**: lowers the sensitivity: -0.1" in text
+    assert "The losses are lower at 0.3; higher at 0.0003; not told apart at 0.01." in text
+    assert "**z-loss beside QK-norm**: the sensitivities with and without it are not told apart: " in text
+    assert "The losses are not told apart at every learning rate." in text
+    assert "Of 36 runs, 1 ended in NaN or were halted, and 0 ended above their loss at init." in text
+    assert "passed 1e+04 in 6 of them: `stability=none` at 0.3 (3), `stability=zloss` at 0.3 (3)." in text
+    assert "here 1 of 6 did" in text
+    assert "| stability=none | 0.01 | 1.913 ± 0.013 | 3 |" in text
+
+
+def test_only_its_own_section_changes_and_a_second_time_nothing(sweep, page):
+    main([str(sweep), "--page", str(page)])
+    first, picture = page.read_text(encoding="utf-8"), (page.parent / "lr_sensitivity.svg").read_bytes()
+    assert first.startswith("# Results\n\nbefore\n\n## Learning-rate sensitivity\n\n```\npython train.py -m ")
+    assert first.endswith("\n\n## Another\n\nafter 88.88\n")
+    assert "99.99" not in first
+    main([str(sweep), "--page", str(page)])
+    assert page.read_text(encoding="utf-8") == first
+    assert (page.parent / "lr_sensitivity.svg").read_bytes() == picture
+
+
+def test_runs_of_no_section_are_refused_and_the_page_keeps_its_text(sweep, page, tmp_path):
+    write(sweep / "other", ["experiment=cards"])
+    before = page.read_text(encoding="utf-8")
+    with pytest.raises(SystemExit, match="runs of experiment cards, lr_sensitivity: give those of one of lr_sens"):
+        main([str(sweep), "--page", str(page)])
+    with pytest.raises(SystemExit, match="no-such does not exist"):
+        main([str(tmp_path / "no-such"), "--page", str(page)])
+    assert page.read_text(encoding="utf-8") == before
+
+
+def test_the_page_has_each_section_with_its_commands():
+    text = PAGE.read_text(encoding="utf-8")
+    for experiment, each in SECTIONS.items():
+        assert f"## {each.heading}\n\n```\n{each.commands[0]}" in text
+        assert f"\npython docs/results.py multirun/{experiment}\n```\n" in text
