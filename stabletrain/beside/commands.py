@@ -11,7 +11,8 @@ stabletrain wandb-report <entity/project>       write a W&B report that compares
 """
 
 import argparse
-import json
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from stabletrain.beside import wandb_report, wandb_sync
@@ -19,6 +20,7 @@ from stabletrain.beside.script import command as script
 from stabletrain.errors import ConfigError
 from stabletrain.extension import Command
 from stabletrain.printable import say
+from stabletrain.tracking.metrics import print_json
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +116,7 @@ def forecast(chosen: argparse.Namespace) -> None:
     from stabletrain.beside.forecast.command import replay_forecast
 
     found = replay_forecast(chosen.run)
-    say(json.dumps(found.as_json(), indent=2) if chosen.json else found)
+    print_json(found.as_json()) if chosen.json else say(found)
 
 
 def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +133,7 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--arms", metavar="NAME,NAME...", help="the arms to run (default: all that apply)")
     parser.add_argument("--list", action="store_true", help="print every arm, and why it applies or does not")
+    parser.add_argument("--json", action="store_true", help="print the ranking, or the list of arms, as JSON")
     parser.add_argument(
         "--from",
         dest="start",
@@ -161,8 +164,9 @@ def whatif(chosen: argparse.Namespace) -> None:
     """Tries fixes for a run's trouble, and prints their ranking."""
     from stabletrain.beside.slurm.arms import read_array
     from stabletrain.beside.whatif.driver import whatif as run
-    from stabletrain.beside.whatif.opening import listing
+    from stabletrain.beside.whatif.opening import listing, listing_json
     from stabletrain.beside.whatif.plan import WhatIfOptions
+    from stabletrain.beside.whatif.report import as_json
 
     start = None
     if chosen.start is not None:
@@ -182,7 +186,13 @@ def whatif(chosen: argparse.Namespace) -> None:
         seeds=chosen.seeds,
         slurm=read_array(chosen),
     )
-    say(listing(asked)) if chosen.list else run(asked)
+    if chosen.list:
+        print_json(listing_json(asked)) if chosen.json else say(listing(asked))
+        return
+    with redirect_stdout(sys.stderr if chosen.json else sys.stdout):
+        found = run(asked)
+    if chosen.json:
+        print_json(as_json(found))
 
 
 COMMANDS = {

@@ -10,7 +10,6 @@ The others work beside a run: `stabletrain/beside/commands.py`.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from stabletrain.extension import COMMANDS, Command, extension, needs_beside
 from stabletrain.parallel.ranks import drop_unread_output, exit_process
 from stabletrain.printable import printable, say
 from stabletrain.stored.trusted import OPTION, accepting
+from stabletrain.tracking.metrics import print_json
 
 MAX_TOKENS = 1_000_000
 """Largest `--tokens` of `sample`."""
@@ -172,7 +172,7 @@ def diagnose(chosen: argparse.Namespace) -> None:
 
     found = incidents(chosen.run)
     if chosen.json:
-        say(json.dumps([{**record, "folder": str(path)} for path, record in found], indent=2))
+        print_json([{**record, "folder": str(path)} for path, record in found])
     elif not found:
         say(f"no incidents in {chosen.run}")
     else:
@@ -192,7 +192,7 @@ def replay(chosen: argparse.Namespace) -> None:
     from stabletrain.cli.replay import replay_incident
 
     found = replay_incident(chosen.incident, chosen.overrides, chosen.config_dir)
-    say(json.dumps(found.as_json(), indent=2) if chosen.json else found)
+    print_json(found.as_json()) if chosen.json else say(found)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.printable import warn
+from stabletrain.printable import say, warn
 from stabletrain.stored.json_files import parse, read_words
 from stabletrain.stored.run_files import is_line
 
@@ -202,6 +202,11 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     return plain(value.item()) if hasattr(value, "item") else str(value)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as strict JSON, as `--json` of a command does; its shape is documented in `docs/json.md`."""
+    say(json.dumps(plain(value), allow_nan=False, indent=2))
 
 
 def numbers(value: Any) -> Any:

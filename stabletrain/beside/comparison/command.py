@@ -1,11 +1,12 @@
 """`stabletrain compare`: reads runs, prints their table, and writes the requested files."""
 
 import itertools
-import json
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pandas import DataFrame
 from rich.console import Console
@@ -19,9 +20,10 @@ from stabletrain.beside.comparison.pictures import check_name, draw, draw_losses
 from stabletrain.beside.comparison.reading.run import Run
 from stabletrain.beside.comparison.reading.runs import is_run, read_runs
 from stabletrain.beside.comparison.sensitivity import Arm, arms, markdown
-from stabletrain.beside.comparison.table import ENDLESS, in_one_line, ranked, show
+from stabletrain.beside.comparison.table import ENDLESS, in_one_line, is_missing, ranked, show, values
 from stabletrain.errors import ConfigError
 from stabletrain.printable import one_line, say
+from stabletrain.tracking.metrics import print_json
 
 RECORDS = (".json", ".jsonl", ".yaml", ".safetensors")
 """Endings of the files that a run consists of; a table never replaces one."""
@@ -58,7 +60,7 @@ def compare(
         by: keys of settings, such as `precision`: one row per setting (`by_setting.py`), in place of the table of runs.
         tex: file for the table of settings in LaTeX.
         as_json: print JSON in place of tables: `{"runs": [...], "settings": [...]}`, the columns of `frame` and of
-            `by_setting` by their names, with null for what is missing or not finite.
+            `by_setting` by their names, with null for what is missing.
 
     Raises:
         ConfigError: a folder contains no runs, the column does not exist, or a file cannot be written.
@@ -69,7 +71,8 @@ def compare(
     found = frame_of(runs)
     settings, swept = settings_of(found, by), arms(runs)
     if as_json:
-        print_json({"runs": ranked(found, sort), "settings": by_setting(found, *by)})
+        rows_by_setting = [{"best_lr": None, **row} for row in records(by_setting(found, *by))]  # the same keys always
+        print_json({"runs": records(ranked(found, sort)), "settings": rows_by_setting})
     else:
         if by:
             say(markdown_of(settings))
@@ -141,10 +144,20 @@ def check_arguments(
             raise ConfigError(f"{file}: the folder {file.parent} does not exist: create it first")
 
 
-def print_json(tables: Mapping[str, DataFrame]) -> None:
-    """Prints the rows of each table by its name."""
-    rows = {name: json.loads(str(table.reset_index().to_json(orient="records"))) for name, table in tables.items()}
-    say(json.dumps(rows, indent=2))
+def records(table: DataFrame) -> list[dict[str, Any]]:
+    """Returns the rows of a table, index included, with None for what is missing.
+
+    A run that ended in NaN has the validation loss NaN, and not none.
+    """
+    whole = table.reset_index()
+    columns = {
+        str(name): [None if is_missing(value) else value for value in values(whole[name])] for name in whole.columns
+    }
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for row in rows:
+        if row.get("status") == "finished" and row["diverged"] and row["val_loss"] is None:
+            row["val_loss"] = math.nan
+    return rows
 
 
 def print_copies(runs: Sequence[Run]) -> None:

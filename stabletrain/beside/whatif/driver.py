@@ -245,8 +245,8 @@ def locked(folder: Path) -> Generator[None]:
         os.close(lock)
 
 
-def whatif(options: WhatIfOptions) -> None:
-    """Runs a what-if, and prints the result.
+def whatif(options: WhatIfOptions) -> WhatIfResult:
+    """Runs a what-if, prints the result, and returns it.
 
     Raises:
         ConfigError: it cannot be run as the options say.
@@ -268,3 +268,4 @@ def whatif(options: WhatIfOptions) -> None:
         say(f"continue {typed}")
     say(f"page     {write_whatif_page(result)}")
     say(f"numbers  {write_json(result)}")
+    return result

@@ -1,6 +1,7 @@
 """What is said before the first arm runs: the trouble, the start, the arms and the price; or the list of all arms."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from stabletrain.beside.whatif.arms import Arm
 from stabletrain.beside.whatif.base import BaseRun
@@ -103,6 +104,21 @@ def listing(options: WhatIfOptions) -> str:
             shown = f"{typed}: " if typed and typed != arm.name else ""
             lines.append(one_line(f"  {arm.name:<{width}}  {shown}{reason(arm)}"))
     return "\n".join(lines)
+
+
+def listing_json(options: WhatIfOptions) -> dict[str, Any]:
+    """Returns the same as JSON values."""
+    planned = plan(options)
+    trouble = planned.trouble
+    return {
+        "run": str(planned.base.run),
+        "start": planned.origin.step,
+        "trouble": {"first": trouble.first, "last": trouble.last, "text": trouble.text},
+        "arms": [
+            {"arm": arm.name, "overrides": arm.overrides, "applies": not arm.refused, "about": reason(arm)}
+            for arm in (*planned.arms, *planned.refused)
+        ],
+    }
 
 
 def reason(arm: Arm) -> str:

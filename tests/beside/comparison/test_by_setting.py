@@ -131,7 +131,7 @@ def test_the_command_prints_json_alone_if_asked_to(tmp_path, capsys, monkeypatch
     assert main(["compare", "sweep", "--json", "--by", "precision"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["runs"]) == 10
-    assert {run["val_loss"] for run in found["runs"]} == {*chain(*LOSSES.values()), None}
+    assert {run["val_loss"] for run in found["runs"]} == {*chain(*LOSSES.values()), "NaN"}
     best, near, worse = found["settings"]
     assert (best["setting"], best["finished"], best["difference"]) == ("precision=fp32", 3, None)
     assert (near["told_apart"], worse["broke"], worse["settings.precision"]) == (False, 1, "fp16")

@@ -12,6 +12,7 @@ import pytest
 
 import stabletrain
 from stabletrain.beside.whatif import arm_run, driver
+from stabletrain.beside.whatif.plan import WhatIfOptions, plan
 from stabletrain.beside.whatif.ranking import finalists, rank
 from stabletrain.cli.commands import main
 from stabletrain.tracking.metrics import read_jsonl
@@ -21,6 +22,7 @@ from tests.beside.whatif.given import STEPS
 from tests.beside.whatif.test_ranking import ended
 from tests.once import once
 from tests.runs import python
+from tests.shapes import differences, shape, strict
 
 TYPED = ["--past", "30", "--steps", "30", "--best", "1"]
 
@@ -143,13 +145,16 @@ def test_the_page_is_drawn_in_a_browser(done):
         assert shown.locator(".plot canvas").count() >= 4
 
 
-def test_the_same_command_again_runs_nothing(done, monkeypatch, capsys, tmp_path):
+def test_the_same_command_again_runs_nothing_and_prints_json_if_asked_to(done, monkeypatch, capsys, tmp_path):
     run = shutil.copytree(done[0], tmp_path / "run")
     first = found_in(run)
     monkeypatch.setattr("stabletrain.beside.whatif.arm_run.train_until", None)
     monkeypatch.setattr("stabletrain.beside.whatif.start.train_until", None)
-    assert typed(run, "--arms", "lr_half", *TYPED, "optimizer.lr=1e-3,zloss=palm") == 0
-    again = found_in(run)
+    assert typed(run, "--arms", "lr_half", *TYPED, "optimizer.lr=1e-3,zloss=palm", "--json") == 0
+    again, seen = found_in(run), capsys.readouterr()
+    assert strict(seen.out) == again
+    assert not [*differences(again, shape("whatif"))]
+    assert again["verdict"] in seen.err, "what is said beside it goes to standard error"
     for each in (first, again):  # the copy lies elsewhere
         for arm in [*each["arms"], *each["first_round_only"]]:
             arm["folder"] = arm["folder"].rpartition("/")[2]
@@ -165,7 +170,9 @@ def test_the_arms_of_the_second_round_are_remembered(done, tmp_path):
     assert driver.recorded_finalists(tmp_path, places, 125, 2) == finalists(places, 2), "asked otherwise"
 
 
-def test_a_list_says_of_every_arm_why_and_writes_nothing(run, capsys):
+def test_a_list_says_of_every_arm_why_and_writes_nothing(run, monkeypatch, capsys):
+    planned = plan(WhatIfOptions(run))  # takes seconds, so only once
+    monkeypatch.setattr("stabletrain.beside.whatif.opening.plan", lambda options: planned)
     assert typed(run, "--list") == 0
     out = capsys.readouterr().out
     assert out.startswith(f"arms from the state after step 80 of {run}; the trouble: steps 92 to 95\n")
@@ -173,6 +180,11 @@ def test_a_list_says_of_every_arm_why_and_writes_nothing(run, capsys):
     assert re.search(r"^  qknorm +qknorm=layernorm: .*gains start at", does, re.MULTILINE)
     assert re.search(r"^  \S+ +.*named by the diagnosis or forecast", does, re.MULTILINE)
     assert re.search(r"^  beta2 +beta2 is 0.95, not above 0.95$", does_not, re.MULTILINE)
+    assert typed(run, "--list", "--json") == 0
+    found = strict(capsys.readouterr().out)
+    assert not [*differences(found, shape("whatif --list"))]
+    applies = {each["arm"]: each["applies"] for each in found["arms"]}
+    assert (applies["qknorm"], applies["beta2"]) == (True, False)
     assert not (run / "whatif").exists()
 
 
