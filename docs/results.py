@@ -27,7 +27,9 @@ from stabletrain.beside.comparison.sensitivity import RATE, Arm, Point, arms
 from stabletrain.beside.comparison.sensitivity import markdown as by_rate
 from stabletrain.errors import ConfigError
 
-PAGE = Path(__file__).with_name("results.md")
+ROOT = Path(__file__).parents[1]
+
+PAGE = ROOT / "docs" / "results.md"
 
 WIDTH = 120
 
@@ -81,7 +83,7 @@ def lr_sensitivity(runs: Sequence[Run], folder: Path) -> Iterator[str]:
     yield by_rate(found)
     yield "![Final loss and largest attention logit by learning rate](lr_sensitivity.svg)"
     yield paragraph(how_they_ended(runs, found))
-    yield "Each preset at its best learning rate:"
+    yield "Each preset at its best learning rate, chosen by these same losses:"
     yield markdown(settings_of(frame_of(runs), ["stability"]))
     yield paragraph(
         "What each measure changes, in nats: the mean over the seeds of the difference to the run of the same seed "
@@ -130,12 +132,11 @@ def in_words(differences: Sequence[Interval], rates: Sequence[float]) -> str:
         first = f"the sensitivities with and without it are not told apart: {sensitivity.text}"
     kinds: dict[str, list[str]] = {"lower": [], "higher": [], "not told apart": []}
     for rate, each in zip(rates, by_rate, strict=True):
-        kinds["not told apart" if not each.excludes_zero else "lower" if each.mean < 0 else "higher"].append(
-            f"{rate:g}"
-        )
+        kind = "not told apart" if not each.excludes_zero else "lower" if each.mean < 0 else "higher"
+        kinds[kind].append(f"{rate:g}")
+    if len(kinds["not told apart"]) == len(rates):
+        return f"{first}. At no learning rate are the losses told apart."
     losses = [f"{kind} at {', '.join(at)}" for kind, at in kinds.items() if at]
-    if len(losses) == 1:
-        losses = [losses[0].partition(" at ")[0] + " at every learning rate"]
     return f"{first}. The losses are {'; '.join(losses)}."
 
 
@@ -275,12 +276,12 @@ def train(experiment: str) -> Path:
     Raises:
         ConfigError: the folder exists.
     """
-    folder = Path("multirun", experiment)
+    folder = ROOT / "multirun" / experiment
     if folder.exists():
         raise ConfigError(f"{folder} exists; fix: python docs/results.py {folder}, or delete it to train again")
     for line in command_lines(experiment):
         words = shlex.split(line)[1:]  # after `python`
-        subprocess.run([sys.executable, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return folder
 
 

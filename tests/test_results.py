@@ -32,8 +32,9 @@ def made_loss(preset, rate, seed):
     return math.nan if (preset, rate, seed) == LOST else loss
 
 
-@pytest.fixture
-def sweep(tmp_path):
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made") / "sweep"
     shared = ["experiment=lr_sensitivity", "steps=300", "batch_size=16", "data.block_size=64", "monitors.every=25"]
     for number, (preset, rate, seed) in enumerate(itertools.product(PRESETS, RATES, SEEDS)):
         loss, logit = made_loss(preset, rate, seed), (20 + seed if "qknorm" in preset else 1e5 * rate + seed)
@@ -43,7 +44,7 @@ def sweep(tmp_path):
         ]
         started = START + timedelta(minutes=number)
         write(
-            tmp_path / "sweep" / str(number),
+            folder / str(number),
             [*shared, f"stability={preset}", f"optimizer.lr={rate}", f"seed={seed}"],
             lines=lines,
             choices={"experiment": "lr_sensitivity", "stability": preset, "model": "gpt_nano"},
@@ -53,14 +54,18 @@ def sweep(tmp_path):
             started=started.isoformat(),
             ended=(started + timedelta(minutes=2)).isoformat(),
         )
-    return tmp_path / "sweep"
+    return folder
 
 
-@pytest.fixture
-def page(tmp_path):
-    file = tmp_path / "docs" / "results.md"
-    file.parent.mkdir()
-    file.write_text("# Results\n\nbefore\n\n## Learning-rate sensitivity\n\nold 99.99\n\n## Another\n\nafter 88.88\n")
+BEFORE = "# Results\n\nbefore\n\n## Learning-rate sensitivity\n\nold 99.99\n\n## Another\n\nafter 88.88\n"
+
+
+@pytest.fixture(scope="module")
+def page(sweep, tmp_path_factory):
+    """The page after the command."""
+    file = tmp_path_factory.mktemp("docs") / "results.md"
+    file.write_text(BEFORE)
+    main([str(sweep), "--page", str(file)])
     return file
 
 
@@ -117,7 +122,6 @@ def in_the_files(sweep):
 
 
 def test_every_number_of_a_section_is_in_the_runs_files(sweep, page):
-    main([str(sweep), "--page", str(page)])
     text = section(page)
     of_the_prose = {"2309.14322", "95", "1e-5", "0", "1e+04", str(4 * (len(RATES) + 1))}
     numbers = re.findall(r"(?<![\w.])[-+]?\d[\d.]*(?:e[-+]?\d+)?(?<!\.)", text)
@@ -125,13 +129,12 @@ def test_every_number_of_a_section_is_in_the_runs_files(sweep, page):
     assert not {*numbers} - in_the_files(sweep) - of_the_prose
 
 
-def test_its_sentences_follow_from_the_intervals_and_count_the_runs_that_broke(sweep, page):
-    main([str(sweep), "--page", str(page)])
+def test_its_sentences_follow_from_the_intervals_and_count_the_runs_that_broke(page):
     text = re.sub(r"\s+", " ", section(page))
     assert "**QK-norm**: lowers the sensitivity: -0.1" in text
     assert "The losses are lower at 0.3; higher at 0.0003; not told apart at 0.01." in text
     assert "**z-loss beside QK-norm**: the sensitivities with and without it are not told apart: " in text
-    assert "The losses are not told apart at every learning rate." in text
+    assert "At no learning rate are the losses told apart." in text
     assert "Of 36 runs, 1 ended in NaN or were halted, and 0 ended above their loss at init." in text
     assert "passed 1e+04 in 6 of them: `stability=none` at 0.3 (3), `stability=zloss` at 0.3 (3)." in text
     assert "here 1 of 6 did" in text
@@ -139,7 +142,6 @@ def test_its_sentences_follow_from_the_intervals_and_count_the_runs_that_broke(s
 
 
 def test_only_its_own_section_changes_and_a_second_time_nothing(sweep, page):
-    main([str(sweep), "--page", str(page)])
     first, picture = page.read_text(encoding="utf-8"), (page.parent / "lr_sensitivity.svg").read_bytes()
     assert first.startswith("# Results\n\nbefore\n\n## Learning-rate sensitivity\n\n```\npython train.py -m ")
     assert first.endswith("\n\n## Another\n\nafter 88.88\n")
@@ -150,12 +152,15 @@ def test_only_its_own_section_changes_and_a_second_time_nothing(sweep, page):
 
 
 def test_runs_of_no_section_are_refused_and_the_page_keeps_its_text(sweep, page, tmp_path):
-    write(sweep / "other", ["experiment=cards"])
     before = page.read_text(encoding="utf-8")
-    with pytest.raises(SystemExit, match="runs of experiment cards, lr_sensitivity: give those of one of lr_sens"):
-        main([str(sweep), "--page", str(page)])
-    with pytest.raises(SystemExit, match="no-such does not exist"):
-        main([str(tmp_path / "no-such"), "--page", str(page)])
+    other = write(tmp_path / "other", ["experiment=cards"])
+    refused = {
+        "runs of experiment cards, lr_sensitivity: give those of one of lr_sensitivity, spiky": [other, sweep],
+        "no-such does not exist": [tmp_path / "no-such"],
+    }
+    for message, runs in refused.items():
+        with pytest.raises(SystemExit, match=message):
+            main([*map(str, runs), "--page", str(page)])
     assert page.read_text(encoding="utf-8") == before
 
 
