@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stabletrain.beside.comparison.by_setting import markdown, settings_of
 from stabletrain.beside.comparison.frames import frame_of
@@ -26,6 +26,7 @@ from stabletrain.beside.comparison.reading.runs import read_runs
 from stabletrain.beside.comparison.sensitivity import RATE, Arm, Point, arms
 from stabletrain.beside.comparison.sensitivity import markdown as by_rate
 from stabletrain.errors import ConfigError
+from stabletrain.tracking.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 
@@ -200,6 +201,48 @@ def spiky(runs: Sequence[Run], folder: Path) -> Iterator[str]:
     yield "![Training losses of the three runs](spiky.svg)"
 
 
+def foretold(runs: Sequence[Run], folder: Path) -> Iterator[str]:
+    """Yields the paragraph on a run that was warned, and draws `foretold.svg`."""
+    first, fixed = pick(runs, qknorm="none"), pick(runs, qknorm="layernorm")
+    told = next(line for line in events(first, "forecast") if line["at"] is not None)
+    names = [name for name in first.ranges if name.startswith("monitors/attn_entropy_min/")]
+    curves = [first.curve(name, -1) for name in names]
+    low = min(int(step) for steps, values in curves for step in steps[values < told["threshold"]])
+    draw_losses(runs, folder / "foretold.svg")
+    yield paragraph(
+        f"At a learning rate of {first.settings[RATE]} without QK-norm, the smallest attention entropies fall during "
+        f"the warmup. At step {told['step']} the forecast says that they reach {told['threshold']} near step "
+        f"{told['at']:.0f}, between {told['low']:.0f} and {told['high']:.0f}; they are below it at step {low}. The run "
+        f"ends at {first.last('val/loss'):.3f} nats/byte. The state of step {told['step']} was kept. From it, with "
+        f"QK-norm and a learning rate of {fixed.settings[RATE]}, the run ends at {fixed.last('val/loss'):.3f}. (One "
+        "run each; triangles are forecasts.)"
+    )
+    yield "![Training losses of both runs](foretold.svg)"
+
+
+def healed(runs: Sequence[Run], folder: Path) -> Iterator[str]:
+    """Yields the paragraph on a run that heals itself, and draws `healed.svg`."""
+    halted, well = pick(runs, **{"guard.escalate": "halt"}), pick(runs, **{"guard.escalate": "whatif"})
+    (heal,) = events(well, "heal")
+    draw_losses(runs, folder / "healed.svg")
+    yield paragraph(
+        f"A small GPT with a learning rate of {halted.settings[RATE]:g} in place of 0.003. The guard skips "
+        f"{len(halted.skips)} steps, rolls back {halted.rollbacks} times, and halts at step {halted.steps}, after "
+        f"{halted.record['final']['ticks']} executed steps. With `guard.escalate=halt` that is the end. With `whatif` "
+        f"{len(heal['arms'])} arms take {heal['steps']:,} steps, most of them from the state of step {heal['origin']}. "
+        "`lr_usual` takes the optimizer's usual learning rate from that state, and `from_step_0:` is the same from the "
+        f"beginning. The verdict: *{heal['why']}* The run goes on from step {heal['to']} with "
+        f"`{' '.join(heal['settings'])}`, and ends at {well.last('val/loss'):.3f} nats/byte. (One run each; the "
+        "interval is over batches.)"
+    )
+    yield "![Training losses of both runs](healed.svg)"
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    """Returns the events of a kind."""
+    return [line for line in read_jsonl(run.folder / "events.jsonl") if line["event"] == kind]
+
+
 def pick(runs: Sequence[Run], **choices: str) -> Run:
     """Returns the run with these options.
 
@@ -238,6 +281,20 @@ SECTIONS: Mapping[str, Section] = {
             "python train.py experiment=spiky faults=none log_every=1 hydra.run.dir=multirun/spiky/clean",
         ],
         spiky,
+    ),
+    "foretold": Section(
+        "A run that was warned",
+        [
+            "python train.py experiment=foretold log_every=1 hydra.run.dir=multirun/foretold/0",
+            "python train.py experiment=foretold log_every=1 hydra.run.dir=multirun/foretold/1 "
+            "resume=multirun/foretold/0/checkpoints/step-00000150 qknorm=layernorm optimizer.lr=0.067",
+        ],
+        foretold,
+    ),
+    "healed": Section(
+        "A run that heals itself",
+        ["python train.py -m experiment=healed guard.escalate=halt,whatif log_every=1"],
+        healed,
     ),
 }
 """The sections by experiment."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import statistics
 from datetime import datetime, timedelta
 
@@ -162,6 +163,92 @@ def test_runs_of_no_section_are_refused_and_the_page_keeps_its_text(sweep, page,
         with pytest.raises(SystemExit, match=message):
             main([*map(str, runs), "--page", str(page)])
     assert page.read_text(encoding="utf-8") == before
+
+
+def curve(loss):
+    """Lines of a run that ends at this validation loss."""
+    return [{"step": 1, "train/loss": 5.5}, {"step": 500, "train/loss": 2.1}, {"step": 500, "val/loss": loss}]
+
+
+def made_spiky(folder):
+    for name, guard, faults, loss in (
+        ("0", "off", "spiky", 2.9),
+        ("1", "rollback", "spiky", 2.2),
+        ("2", "rollback", "none", 2.0),
+    ):
+        choices = {"experiment": "spiky", "guard": guard, "faults": faults}
+        write(folder / name, lines=curve(loss), choices=choices)
+    return [
+        "it ends at 2.900 nats/byte",
+        "same seed it ends at 2.200",
+        "at 2.000, so the loss with the guard is 10.0 % higher",
+    ]
+
+
+def made_foretold(folder):
+    told = {
+        "event": "forecast",
+        "step": 150,
+        "at": 244.1,
+        "low": 183.9,
+        "high": 375.8,
+        "threshold": 0.01,
+        "signal": "s",
+    }
+    entropies = [
+        {"step": step, "monitors/attn_entropy_min/blocks.0": 0.08 / step * 50} for step in (300, 400, 425, 500)
+    ]
+    for name, qknorm, rate, loss in (("0", "none", 0.2, 3.046), ("1", "layernorm", 0.067, 2.132)):
+        choices = {"experiment": "foretold", "qknorm": qknorm}
+        lines = [*entropies, *curve(loss)]
+        write(folder / name, [f"optimizer.lr={rate}"], lines=lines, events=[told], choices=choices)
+    return [
+        "At a learning rate of 0.2 without",
+        "At step 150 the forecast says that they reach 0.01 near step 244, between 184 and 376; they are below it at step "
+        "425. The run ends at 3.046 nats/byte. The state of step 150 was kept. From it, with QK-norm and a learning rate "
+        "of 0.067, the run ends at 2.132.",
+    ]
+
+
+def made_healed(folder):
+    heal = {"event": "heal", "step": 313, "tick": 500, "to": 0, "origin": 250, "arm": "x", "arms": ["x", "y"]}
+    heal |= {"steps": 1234, "why": "x is best.", "settings": ["optimizer.lr=0.003"]}
+    gone = [{"event": "skip", "step": step, "tick": step, "cause": "spike"} for step in (300, 301, 302)]
+    gone.append({"event": "rollback", "step": 302, "tick": 302, "to": 250})
+    for name, status, extra in (("halt", "halted", []), ("whatif", "finished", [heal])):
+        overrides, choices = ["optimizer.lr=3.0", f"guard.escalate={name}"], {"experiment": "healed"}
+        final = {"ticks": 500, "steps": 313}
+        write(
+            folder / name,
+            overrides,
+            status=status,
+            lines=curve(2.195),
+            events=[*gone, *extra],
+            choices=choices,
+            final=final,
+        )
+    return [
+        "with a learning rate of 3 in place of 0.003. The guard skips 3 steps, rolls back 1 times, and halts at step ",
+        "With `whatif` 2 arms take 1,234 steps, most of them from the state of step 250.",
+        "The verdict: *x is best.* The run goes on from step 0 with `optimizer.lr=0.003`, and ends at 2.195 nats/byte.",
+    ]
+
+
+@pytest.mark.parametrize("made", [made_spiky, made_foretold, made_healed])
+def test_the_other_sections_say_what_their_runs_say(tmp_path, made):
+    wanted, page = made(tmp_path / "runs"), tmp_path / "results.md"
+    name = made.__name__.removeprefix("made_")
+    page.write_text(f"# Results\n\n## {SECTIONS[name].heading}\n\nold\n")
+    main([str(tmp_path / "runs"), "--page", str(page)])
+    text = re.sub(r"\s+", " ", page.read_text(encoding="utf-8"))
+    for sentence in wanted:
+        assert sentence in text
+    assert (tmp_path / f"{name}.svg").exists()
+    shutil.rmtree(sorted((tmp_path / "runs").iterdir())[-1])
+    with pytest.raises(
+        SystemExit, match="0 runs with .*, but one is needed; fix: python docs/results.py --run <section>"
+    ):
+        main([str(tmp_path / "runs"), "--page", str(page)])
 
 
 def test_the_page_has_each_section_with_its_commands():
