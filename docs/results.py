@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stabletrain.beside.comparison.by_setting import markdown, settings_of
+from stabletrain.beside.comparison.by_setting import NOT_OVER, markdown, settings_of
 from stabletrain.beside.comparison.frames import frame_of
 from stabletrain.beside.comparison.intervals import Interval, of_independent
 from stabletrain.beside.comparison.pictures import draw, draw_losses
@@ -62,6 +62,9 @@ class Section(NamedTuple):
 
 def lr_sensitivity(runs: Sequence[Run], folder: Path) -> Iterator[str]:
     """Yields the paragraphs on sensitivity to the learning rate, and draws `lr_sensitivity.svg`."""
+    there = {run.settings.get("stability") for run in runs}
+    if missing := {preset for _, *presets in EFFECTS for preset in presets} - there:
+        raise ConfigError(f"there are no runs with stability={','.join(sorted(missing))}; fix: run the whole sweep")
     found = arms(runs)
     by_name = {arm.name.removeprefix("stability="): arm for arm in found}
     effects = {name: effect(by_name[on], by_name[off]) for name, on, off in EFFECTS}
@@ -72,7 +75,7 @@ def lr_sensitivity(runs: Sequence[Run], folder: Path) -> Iterator[str]:
         "This is the protocol of Wortsman et al. (arXiv 2309.14322) at a size for a laptop: "
         f"{one['model']} on blocks of {one['data.block_size']} bytes, {one['steps']} steps of {one['batch_size']} "
         "samples, with the paper's init, optimizer, clipping, independent weight decay, warmup and grid of learning "
-        "rates, and without a guard. The learning rate falls to 0; the paper's falls to 1e-5. Seeds "
+        f"rates, and `guard={one['guard']}`. The learning rate falls to 0; the paper's falls to 1e-5. Seeds "
         f"{', '.join(seeds)} differ in initial weights and in the order of the data, and share the validation text."
     )
     yield paragraph(
@@ -83,7 +86,7 @@ def lr_sensitivity(runs: Sequence[Run], folder: Path) -> Iterator[str]:
     )
     yield by_rate(found)
     yield "![Final loss and largest attention logit by learning rate](lr_sensitivity.svg)"
-    yield paragraph(how_they_ended(runs, found))
+    yield paragraph(how_they_ended(found))
     yield "Each preset at its best learning rate, chosen by these same losses:"
     yield markdown(settings_of(frame_of(runs), ["stability"]))
     yield paragraph(
@@ -141,7 +144,7 @@ def in_words(differences: Sequence[Interval], rates: Sequence[float]) -> str:
     return f"{first}. The losses are {'; '.join(losses)}."
 
 
-def how_they_ended(runs: Sequence[Run], found: Sequence[Arm]) -> str:
+def how_they_ended(found: Sequence[Arm]) -> str:
     """Says how many runs broke, and how those with large attention logits ended."""
     points = [(arm, point) for arm in found for curve in arm.curves.values() for point in curve]
     missing = sum(len(arm.missing) for arm in found)
@@ -312,12 +315,14 @@ def with_section(page: str, runs: Sequence[Run], folder: Path) -> str:
     """Returns a page with the section of some runs' experiment replaced, and draws its picture into a folder.
 
     Raises:
-        ConfigError: the runs are of no experiment that has a section, or of several.
+        ConfigError: the runs are of no experiment that has a section, or of several, or a run is not over.
     """
     names = sorted({str(run.settings.get("experiment")) for run in runs})
     if len(names) > 1 or names[0] not in SECTIONS:
         raise ConfigError(f"runs of experiment {', '.join(names)}: give those of one of {', '.join(SECTIONS)}")
     (name,) = names
+    if open_ := [f"{run.folder} is {run.status}" for run in runs if run.status in NOT_OVER]:
+        raise ConfigError(f"{open_[0]} ({len(open_)} of {len(runs)} are not over); fix: let them end")
     section = SECTIONS[name]
     block = "\n".join(["```", *command_lines(name), f"python docs/results.py multirun/{name}", "```"])
     text = "\n\n".join([f"## {section.heading}", block, *section.write(runs, folder)]) + "\n"

@@ -48,7 +48,7 @@ def sweep(tmp_path_factory):
             folder / str(number),
             [*shared, f"stability={preset}", f"optimizer.lr={rate}", f"seed={seed}"],
             lines=lines,
-            choices={"experiment": "lr_sensitivity", "stability": preset, "model": "gpt_nano"},
+            choices={"experiment": "lr_sensitivity", "stability": preset, "model": "gpt_nano", "guard": "off"},
             hardware={"name": "cpu", "precision": "bf16", "threads": 1},
             versions={"torch": "2.14.1"},
             final={"seconds": 50.0},
@@ -156,9 +156,12 @@ def test_only_its_own_section_changes_and_a_second_time_nothing(sweep, page):
 def test_runs_of_no_section_are_refused_and_the_page_keeps_its_text(sweep, page, tmp_path):
     before = page.read_text(encoding="utf-8")
     other = write(tmp_path / "other", ["experiment=cards"])
+    running = write(tmp_path / "running", ["experiment=lr_sensitivity"], status="running")
     refused = {
         "runs of experiment cards, lr_sensitivity: give those of one of lr_sensitivity, spiky": [other, sweep],
         "no-such does not exist": [tmp_path / "no-such"],
+        r"running is running \(1 of 25 are not over\)": [sweep, running],
+        "there are no runs with stability=qknorm,zloss,zloss_qknorm": [sweep / str(number) for number in range(6)],
     }
     for message, runs in refused.items():
         with pytest.raises(SystemExit, match=message):
