@@ -3,6 +3,7 @@
 | place | with `stabletrain/beside/` | without |
 |---|---|---|
 | `page` | `report.html` at the end of a run | no page |
+| `meter` | `run.json` tells the run's GPU-hours, energy and Slurm job | not recorded |
 | `forecast` | `forecast=default` foretells trouble | no forecast |
 | `heal` | `guard.escalate=whatif` tries fixes after a halt | the run ends, as a line says at its start |
 | `start_sweep`, `run_of_sweep` | `-m` runs a sweep | `-m` is refused |
@@ -45,6 +46,21 @@ class NoPage:
     def write_if_missing(self) -> bool:
         """Writes the page of a run that is over if it was killed before it had written it; returns whether it did."""
         return False
+
+
+class NoMeter:
+    """Measures nothing: for all ranks except the main process."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Returns what `run.json` records of this start: nothing."""
+        return {}
+
+    def sample(self) -> None:
+        """Notes how busy the GPUs are; called when a step is logged. Does nothing."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Returns what the GPUs have used since the start, as `gpu/...`: nothing."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -240,6 +256,15 @@ class NoExtension:
     def page(self, folder: Path) -> NoPage:
         """Returns what writes the page of the run in `folder`."""
         return NoPage()
+
+    def meter(self, device: Any, world_size: int, local_world_size: int) -> NoMeter:
+        """Returns what measures the GPUs of a run from now on.
+
+        Args:
+            device: a `torch.device`, that of the main process.
+            world_size, local_world_size: number of ranks, and of those on this machine.
+        """
+        return NoMeter()
 
     def forecast(self, horizon: int, action: str) -> NoForecast:
         """Returns the forecast of a run; see `conf/forecast/default.yaml`."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.config.arguments import Arguments
-from stabletrain.extension import Command, NoExtension, NoForecast, NoPage, NoSweep
+from stabletrain.extension import Command, NoExtension, NoForecast, NoMeter, NoPage, NoSweep
 
 
 class Extension(NoExtension):
@@ -21,6 +21,12 @@ class Extension(NoExtension):
         from stabletrain.beside.comparison.pages.at_end import PageAtEnd
 
         return PageAtEnd(folder)
+
+    def meter(self, device: Any, world_size: int, local_world_size: int) -> NoMeter:
+        """Returns what measures the GPUs of a run."""
+        from stabletrain.beside.card_meter import CardMeter
+
+        return CardMeter(device, world_size, local_world_size)
 
     def forecast(self, horizon: int, action: str) -> NoForecast:
         """Returns a forecast."""

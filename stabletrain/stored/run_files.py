@@ -35,6 +35,22 @@ class Change(TypedDict):
     keys: dict[str, list[Any]]
 
 
+class StartTime(TypedDict):
+    """When a process began to train a run, in ISO 8601."""
+
+    time: str
+
+
+class Start(StartTime, total=False):
+    """One start of a run: the number of its GPUs, and what it used. One that was killed has no `energy_kwh`."""
+
+    gpus: float
+    slurm: dict[str, str]
+    hours: float
+    energy_kwh: float
+    utilization: float
+
+
 class RunRecord(TypedDict, total=False):
     """The content of `run.json`. A record of an older version, and of a run that failed to start, lacks some keys."""
 
@@ -58,6 +74,8 @@ class RunRecord(TypedDict, total=False):
     host: str
     pid: int
     exit_code: int
+    starts: list[Start]
+    gpu_hours: float
     final: Annotated[dict[str, Number], Steps]
 
 

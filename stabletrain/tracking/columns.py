@@ -120,6 +120,11 @@ COLUMNS = {
         Column("seed", "Int64"),
         Column("parameters", "Int64", thousands, "parameters", page=HIGH),
         Column("seconds", "float64", duration, "time", page=HIGH, on_page="seconds"),
+        Column("gpu_hours", "float64", three_digits, "GPU h", "of all starts, evaluations and checkpoints too", HIGH),
+        Column("utilization", "float64", percent, "GPU busy", "share of the time in which the GPUs computed", HIGH),
+        Column("energy_kwh", "float64", three_digits, "kWh", "energy of the GPUs, as NVML counts it", HIGH),
+        Column("host", "object", on_page="host"),
+        Column("job", "object", head="job", about="Slurm's number"),
         Column("range", "", head="lowest-highest", on_page=""),
     )
 }
@@ -131,14 +136,15 @@ IN_FRAME = tuple(name for name, column in COLUMNS.items() if column.dtype)
 IN_TABLE = (
     *("val_loss", "range", "best_val_loss", "val_accuracy", "sensitivity", "diverged", "status", "cause", "incidents"),
     *("forecasts", "skips", "rollbacks", "healings", "spike_score", "units_per_s", "mfu", "peak_memory_gb", "card"),
-    *("precision", "steps", "parameters", "seconds", "sweep"),
+    *("precision", "steps", "parameters", "seconds", "gpu_hours", "utilization", "energy_kwh", "job", "sweep"),
 )
 """Columns of the table after the run's name and settings, from left to right."""
 
 BY_IMPORTANCE = (
     *("card", "precision", "status", "val_loss", "cause", "range", "best_val_loss", "val_accuracy", "diverged"),
     *("sensitivity", "healings", "spike_score", "units_per_s", "skips", "rollbacks", "incidents", "mfu"),
-    *("peak_memory_gb", "forecasts", "seconds", "steps", "sweep", "parameters"),
+    *("gpu_hours", "peak_memory_gb", "forecasts", "seconds", "energy_kwh", "utilization", "steps", "sweep"),
+    *("parameters", "job"),
 )
 """Columns of the table, the most important first; a narrow table drops them from the end."""
 
@@ -146,6 +152,7 @@ ON_PAGE = (
     *("status", "val_loss", "best_val_loss", "best_step", "val_accuracy", "diverged", "sensitivity", "spike_score"),
     *("skips", "rollbacks", "healings", "incidents", "cause", "forecasts", "units_per_s", "unit", "mfu"),
     *("peak_memory_gb", "card", "precision", "steps", "seconds", "parameters", "loss_at_init", "problem", "sweep"),
+    *("gpu_hours", "utilization", "energy_kwh", "host", "job"),
 )
 """Columns of the page, from left to right."""
 

@@ -10,9 +10,12 @@ import string
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
@@ -75,6 +78,7 @@ class Description:
         init_from: the weights that the run began with; empty if its own. A resumed run keeps the first record.
         options, overrides: the command line. A resumed run keeps those of its first start, by which `resume=auto`
             recognizes it.
+        start: what this start uses: the number of GPUs, as `gpus`, and more.
     """
 
     choices: Mapping[str, Any]
@@ -84,6 +88,7 @@ class Description:
     init_from: Mapping[str, Any] = field(default_factory=dict)
     options: Sequence[str] = ()
     overrides: Sequence[str] = ()
+    start: Mapping[str, Any] = field(default_factory=dict)
 
 
 class NoRunFolder:
@@ -151,6 +156,7 @@ class RunFolder(NoRunFolder):
         self._record: dict[str, Any] = {}
         self._earlier: dict[str, Any] = {}
         self._locks: list[int] = []
+        self._began = 0.0
 
     def start(self, about: Description, *, resuming: bool, run_id: str | None = None) -> str:
         """Writes `run.json` with status `running`; returns the id of the run."""
@@ -165,7 +171,8 @@ class RunFolder(NoRunFolder):
             raise
         self.id = earlier.get("id") or run_id or new_id()
         self.init_from = about.init_from or earlier.get("init_from", EMPTY)
-        time = now()
+        time, self._began = now(), monotonic()
+        starts = [*earlier_starts(earlier, self.path), {"time": time, "host": platform.node(), **about.start}]
         self._record = {
             "id": self.id,
             "status": "running",
@@ -186,6 +193,8 @@ class RunFolder(NoRunFolder):
             "command": started().command,
             "host": platform.node(),
             "pid": os.getpid(),
+            "starts": starts,
+            **spent(starts),
             "final": {},
         }
         self._earlier = earlier
@@ -271,6 +280,10 @@ class RunFolder(NoRunFolder):
         assert status in STATUSES[1:], status
         self._record |= {"status": status, "reason": reason, "ended": now(), "final": dict(final)}
         self._record["remarks"] = [*remarks]
+        if starts := self._record.get("starts"):
+            used = {name.removeprefix("gpu/"): value for name, value in final.items() if name.startswith("gpu/")}
+            starts[-1] |= {"hours": (monotonic() - self._began) / 3600, **used}
+            self._record |= spent(starts)
         self._write_and_release()
 
     def _write_and_release(self) -> None:
@@ -323,6 +336,22 @@ class RunFolder(NoRunFolder):
     def _write(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         replace(self.path / "run.json", json.dumps(plain(self._record), allow_nan=False, indent=2) + "\n")
+
+
+def earlier_starts(record: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Returns the starts of a run so far. One that was killed has lasted until the last line of its metrics."""
+    starts = [{**start} for start in record.get("starts", [])]
+    if starts and "hours" not in starts[-1]:
+        with suppress(OSError, ValueError):  # no step was logged, or the record is damaged
+            began = datetime.fromisoformat(starts[-1]["time"]).timestamp()
+            starts[-1]["hours"] = max((folder / "metrics.jsonl").stat().st_mtime - began, 0) / 3600
+    return starts
+
+
+def spent(starts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns `gpu_hours`, summed over the starts that have ended; empty without GPUs."""
+    hours = sum(start.get("gpus", 0) * start.get("hours", 0) for start in starts)
+    return {"gpu_hours": hours} if hours else {}
 
 
 def usable_record(folder: Path) -> tuple[dict[str, Any], DamagedFile | None]:

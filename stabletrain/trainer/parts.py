@@ -22,7 +22,7 @@ from stabletrain.config.make import leaves
 from stabletrain.config.resuming import acting
 from stabletrain.data.batches import Prefetch, ToDevice
 from stabletrain.errors import ConfigError
-from stabletrain.extension import NoPage, extension
+from stabletrain.extension import NoMeter, NoPage, extension
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.distributed_handler import for_all_ranks
 from stabletrain.guard.policy import NoGuard
@@ -88,11 +88,13 @@ class RunParts:
         # Injected disk and W&B faults wrap the objects that write, so they happen where real faults would.
         self.checkpoints = checkpoints_for_all_ranks(options.faults.checkpoints(options.checkpoint), ranks)
         self.wandb = options.faults.wandb(options.wandb) if ranks.is_main else NoWandb()
+        sizes = (ranks.world_size, ranks.local_world_size)
+        self.meter = extension().meter(process.device, *sizes) if ranks.is_main else NoMeter()
         self.run_folder = self._claim_folder()
         self.tracker = self._open_tracker(shown)
         self.page = extension().page(folder) if options.report and ranks.is_main else NoPage()
         self.data = self._training_data()
-        self.monitoring = Monitoring(options.monitors, RollingStats(), trained.usage, options.forecast)
+        self.monitoring = Monitoring(options.monitors, RollingStats(), trained.usage, options.forecast, self.meter)
         self.history = History()
         self.resumption = Resumption(
             options, folder, state, source.data, process.precision, tools.sanitizer, process.ranks
@@ -119,6 +121,7 @@ class RunParts:
             init_from=trained.loaded.record,
             options=typed,
             overrides=overrides,
+            start=self.meter.facts(),
         )
         start = partial(run_folder.start, about, resuming=resuming, run_id=run_of(self.folder) if resuming else None)
         run_folder.id = run_on_main(self.process.ranks, start)

@@ -46,6 +46,7 @@ def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: M
     }
     if seen or guard.left_out or reading.step % plan.log_every == 0 or reading.step in (1, plan.steps):
         throughput.measure()
+        run.monitoring.meter.sample()
         used = {f"{UNITS[run.data.unit]}_per_s": throughput.rate, **run.monitoring.usage.metrics(throughput.rate)}
         tracker.log(reading.step, {**metrics, **used, **seen})
     tracker.progress(reading.step, metrics, throughput.rate, run.data.unit, skipped)
@@ -128,6 +129,7 @@ def final_metrics(run: TrainingRun) -> dict[str, Any]:
         "seconds": history.seconds,
         f"{UNITS[run.data.unit]}_per_s": rate,
         **monitoring.usage.metrics(rate),
+        **monitoring.meter.metrics(),
         "ticks": run.state.executed_steps,
         "guard/updates": history.updates,
         "guard/rollbacks": guard.rollbacks,

@@ -1,14 +1,14 @@
 """A training run, ready for the loop."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from stabletrain.data.batches import Prefetch
-from stabletrain.extension import NoForecast, NoPage
+from stabletrain.extension import NoForecast, NoMeter, NoPage
 from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
@@ -70,12 +70,14 @@ class Monitoring:
         rolling: statistics of the last steps.
         usage: model FLOPs utilisation and peak memory.
         forecast: foretells trouble from what the monitors saw.
+        meter: what the GPUs use.
     """
 
     monitors: NoMonitors
     rolling: RollingStats
     usage: Usage
     forecast: NoForecast
+    meter: NoMeter = field(default_factory=NoMeter)
 
 
 @dataclass

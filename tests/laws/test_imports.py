@@ -108,6 +108,7 @@ ONLY = {
     "orjson": {"beside/comparison/reading/columns"},
     "jinja2": {"beside/comparison/pages/rendering"},
     "joblib": {"beside/comparison/reading/runs"},
+    "pynvml": {"beside/card_meter"},
     "yaml": {"beside/comparison/reading/settings"},
     "matplotlib": {"beside/comparison/pictures"},
     "torchvision": {"models/resnet", "data", "beside/export/to_torchvision"},

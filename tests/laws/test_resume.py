@@ -148,6 +148,8 @@ def test_a_resumed_run_keeps_its_identity_and_says_so(tmp_path, capsys):
     assert f"resumed after step 3, from {tmp_path / 'checkpoints' / 'step-00000003'}" in capsys.readouterr().out
     second = json.loads((tmp_path / "run.json").read_text())
     assert (second["id"], second["status"], len(second["resumed"])) == (first["id"], "finished", 1)
+    assert [start["hours"] > 0 for start in second["starts"]] == [True, True]
+    assert "gpu_hours" not in second, "there are no GPUs"
     (event,) = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "resume"]
     assert (event["step"], event["checkpoint"]) == (3, "step-00000003")
     (without_record / "run.json").unlink()

@@ -22,7 +22,7 @@ RENAMED = [(r"(?<![A-Za-z])heat(?=s?(?![A-Za-z]))", "round"), (r"(?<=/)scene\.js
 
 CLOCK = {
     *("time", "started", "ended", "resumed", "began"),
-    *("seconds", "lost_seconds", "guard/lost_seconds", "compile_seconds"),
+    *("hours", "seconds", "lost_seconds", "guard/lost_seconds", "compile_seconds"),
     *("tokens_per_s", "images_per_s", "samples_per_s", "units_per_s", "memory/peak_gb", "peak_memory_gb", "pid"),
     *("_runtime", "_timestamp", "_wandb", "_wandb.runtime"),
     "rolled_back_for",  # a checksum of the mistake, with the line of the package where it was found

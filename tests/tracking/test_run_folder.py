@@ -1,18 +1,20 @@
 """run.json says what a run is and how it ended, and no run overwrites another."""
 
+import dataclasses
 import json
 import math
 import os
 import shlex
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 
 from stabletrain.errors import ConfigError
-from stabletrain.tracking import metrics
+from stabletrain.tracking import metrics, run_folder
 from stabletrain.tracking.run_folder import Description, RunFolder, check_same_data, git
 
 WHAT = Description(choices={"model": "gpt_nano"}, hardware={"device": "cpu"}, data={"name": "stdlib", "bytes": 12})
@@ -104,6 +106,45 @@ def test_a_continued_run_is_the_same_run(tmp_path):
         found = record(tmp_path)
         assert (found["status"], found["reason"], found["started"]) == ("running", None, started)
         assert len(found["resumed"]) == times
+
+
+def test_gpu_hours_are_summed_over_the_starts_also_over_one_that_was_killed(tmp_path, monkeypatch):
+    clock = iter((100.0, 100.0 + 1800))
+    monkeypatch.setattr(run_folder, "monotonic", lambda: next(clock))
+    about = dataclasses.replace(WHAT, start={"gpus": 4, "slurm": {"job": "17"}})
+    first = RunFolder(tmp_path)
+    first.start(about, resuming=False)
+    assert "gpu_hours" not in record(tmp_path)
+    first.finish("preempted", "SIGTERM", {"gpu/energy_kwh": 1.5, "gpu/utilization": 0.5, "val/loss": 2.0})
+    (start,) = record(tmp_path)["starts"]
+    assert record(tmp_path)["gpu_hours"] == 4 * 0.5
+    assert {name: start[name] for name in ("gpus", "slurm", "hours", "energy_kwh", "utilization")} == {
+        **about.start,
+        "hours": 0.5,
+        "energy_kwh": 1.5,
+        "utilization": 0.5,
+    }
+    clock = iter((0.0, 0.0, 3600.0))
+    killed = RunFolder(tmp_path)
+    killed.start(about, resuming=True)
+    assert record(tmp_path)["gpu_hours"] == 2
+    (tmp_path / "metrics.jsonl").touch()
+    began = datetime.fromisoformat(record(tmp_path)["starts"][-1]["time"]).timestamp()
+    os.utime(tmp_path / "metrics.jsonl", (began + 900, began + 900))
+    killed._release()
+    last = RunFolder(tmp_path)
+    last.start(about, resuming=True)
+    assert record(tmp_path)["gpu_hours"] == pytest.approx(4 * 0.75)
+    last.finish("finished", None, {})
+    assert record(tmp_path)["gpu_hours"] == pytest.approx(4 * 1.75)
+    assert [("energy_kwh" in start) for start in record(tmp_path)["starts"]] == [True, False, False]
+
+
+def test_without_gpus_there_are_no_gpu_hours(tmp_path):
+    run = RunFolder(tmp_path)
+    run.start(dataclasses.replace(WHAT, start={"gpus": 0}), resuming=False)
+    run.finish("finished", None, {})
+    assert "gpu_hours" not in record(tmp_path)
 
 
 def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys):

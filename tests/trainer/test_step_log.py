@@ -1,5 +1,7 @@
 """What is logged of a step: metrics only when due, under their names in `metrics.jsonl`."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from stabletrain.guard.policy import SkipGuard
@@ -22,6 +24,19 @@ def lines_of(step, seen=NOTHING, **options):
 )
 def test_a_line_is_written_at_the_first_the_last_and_every_tenth_step(step, written):
     assert bool(lines_of(step, steps=37, log_every=10)) == written
+
+
+def test_gpus_are_looked_at_when_a_line_is_due_and_what_they_used_is_in_the_final_metrics():
+    looks = []
+    meter = SimpleNamespace(sample=lambda: looks.append(0), metrics=lambda: {"gpu/energy_kwh": 2.0})
+    run = make_run(steps=37, log_every=10)
+    run.monitoring.meter = meter
+    for step in range(2, 10):
+        log_step(run, reading(step), Throughput(run.history), NOTHING)
+    assert not looks
+    log_step(run, reading(10), Throughput(run.history), NOTHING)
+    assert len(looks) == 1
+    assert final_metrics(run)["gpu/energy_kwh"] == 2.0
 
 
 def test_what_the_monitors_saw_is_written_at_once_and_in_the_same_line():

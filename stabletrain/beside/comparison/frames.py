@@ -60,6 +60,8 @@ def frame(*folders: str | Path, processes: int | None = None) -> pd.DataFrame:
     | card, precision | GPU (or `cpu`) and precision that the run used |
     | seed, parameters | seed, and number of model parameters |
     | seconds | training time |
+    | gpu_hours, utilization, energy_kwh | of the GPUs, over all starts; see docs/sweeps.md |
+    | host, job | machine and Slurm job of the last start |
     | settings.<key> | one column per setting that differs between the runs |
 
     The frame's `attrs["shared"]` holds the settings that all runs have in common, `attrs["typed"]` the overridden keys,
@@ -129,6 +131,11 @@ def row(run: Run) -> dict[str, Any]:
         "seed": seed if isinstance(seed, int) else None,
         "parameters": run.parameters,
         "seconds": ended("seconds", run.seconds),
+        "gpu_hours": run.gpu_hours,
+        "utilization": run.utilization,
+        "energy_kwh": run.energy_kwh,
+        "host": run.host,
+        "job": run.job,
     }
 
 
@@ -146,7 +153,8 @@ def sensitivities(runs: Sequence[Run]) -> dict[int, float]:
 
 
 MEASURED = ("val_loss", "best_val_loss", "val_accuracy", "loss_at_init", "sensitivity", "spike_score")
-PACE = ("units_per_s", "mfu", "peak_memory_gb", "seconds")
+PACE = ("units_per_s", "mfu", "peak_memory_gb", "seconds", "utilization")
+SPENT = ("gpu_hours", "energy_kwh")
 
 
 def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
@@ -160,9 +168,10 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
     | n | number of runs in the group |
     | finished | number of runs that finished and did not diverge; losses are means over these runs, if there are any |
     | diverged, skips, rollbacks, healings, incidents, forecasts | sums over the group |
+    | gpu_hours, energy_kwh | sums over the group; missing if that of a run is |
     | cause | first cause in the group |
     | status | such as `2 finished, 1 halted` |
-    | run, seed | all values, separated by commas |
+    | run, seed, host, job | all values, separated by commas |
 
     The index is the folder of the group's first run.
     """
@@ -198,6 +207,8 @@ def summary(group: pd.DataFrame, keys: Sequence[str]) -> dict[str, Any]:
             found |= {name: among[name].mean(), f"{name}_min": among[name].min(), f"{name}_max": among[name].max()}
     found |= {name: int(group[name].sum()) for name in ("skips", "rollbacks", "incidents")}
     found |= {name: int(group[name].sum()) or None for name in ("healings", "forecasts")}
+    found |= {name: group[name].sum(skipna=False) for name in SPENT}
+    found |= {name: ", ".join(group[name].dropna().unique()) or None for name in ("host", "job")}
     causes, seeds = group["cause"].dropna(), group["seed"].dropna()
     found |= {"cause": causes.iloc[0] if len(causes) else None, "seed": ", ".join(str(seed) for seed in seeds)}
     return found | {name: first[name] for name in ("unit", "parameters", *keys)}

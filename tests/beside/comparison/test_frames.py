@@ -10,6 +10,17 @@ from stabletrain.beside.comparison.frames import DTYPES
 from tests.beside.comparison.written import AT_INIT, write
 
 FINAL = {"tokens_per_s": 1000.0, "throughput/mfu": 0.4, "memory/peak_gb": 2.5, "seconds": 60.0}
+STARTS = [
+    {"time": "", "gpus": 2, "hours": 1, "energy_kwh": 1.5, "utilization": 1.0, "slurm": {"job": "9"}},
+    {
+        "time": "",
+        "gpus": 4,
+        "hours": 1,
+        "energy_kwh": 2.0,
+        "utilization": 0.625,
+        "slurm": {"job": "19", "array": "17", "task": "3"},
+    },
+]
 CARD = {"name": "NVIDIA H200", "precision": "bf16"}
 
 
@@ -45,6 +56,9 @@ def test_every_column_is_there_and_says_what_the_run_says(tmp_path):
         final=FINAL,
         hardware=CARD,
         model={"parameters": 123},
+        starts=STARTS,
+        gpu_hours=6.0,
+        host="n2",
     )
     found = frame(tmp_path)
     assert list(found.columns) == list(DTYPES)
@@ -78,6 +92,11 @@ def test_every_column_is_there_and_says_what_the_run_says(tmp_path):
         "seed": 7,
         "parameters": 123,
         "seconds": 60.0,
+        "gpu_hours": 6.0,
+        "utilization": 0.75,
+        "energy_kwh": 3.5,
+        "host": "n2",
+        "job": "17_3",
     }
 
 
@@ -146,6 +165,17 @@ def test_seeds_are_one_row_with_mean_lowest_highest_and_what_was_lost(tmp_path):
     assert (second["n"], second["finished"], second["diverged"]) == (3, 1, 2)
     assert second["val_loss"] == 1.0, "over those that ended well"
     assert second["status"] == "2 finished, 1 halted"
+
+
+def test_gpu_hours_of_seeds_are_added_and_energy_only_if_all_of_it_is_known(tmp_path):
+    killed = {"time": "", "gpus": 1, "hours": 2.0}
+    for number in range(2):
+        write(tmp_path / str(number), **qk("none", number), starts=STARTS, gpu_hours=6.0)
+        write(tmp_path / str(2 + number), **qk("qknorm", number), starts=[*STARTS, killed][2 * number :], gpu_hours=8.0)
+    first, second = by_seed(frame(tmp_path)).to_dict("records")
+    assert (first["gpu_hours"], first["energy_kwh"], first["utilization"]) == (12.0, 7.0, 0.75)
+    assert (second["gpu_hours"], second["utilization"], first["job"]) == (16.0, 0.75, "17_3")
+    assert math.isnan(second["energy_kwh"])
 
 
 def test_a_count_that_some_rows_lack_stays_a_whole_number(tmp_path):

@@ -193,6 +193,40 @@ class Run(Events):
         return count if isinstance(count, int) else None
 
     @property
+    def starts(self) -> list[dict[str, Any]]:
+        """The processes that have trained the run, as `run.json` records them; see `stored/run_files.py`."""
+        return self.record.get("starts", [])
+
+    @property
+    def gpu_hours(self) -> float:
+        """The GPU-hours of all starts that have ended; NaN without GPUs."""
+        return self.record.get("gpu_hours", math.nan)
+
+    @property
+    def energy_kwh(self) -> float:
+        """The energy of the GPUs; NaN if it is not known of every start, as of one that was killed."""
+        return sum(start.get("energy_kwh", math.nan) for start in self.starts) if self.starts else math.nan
+
+    @property
+    def utilization(self) -> float:
+        """The fraction of the time in which the GPUs computed, over the starts that have measured it; NaN if none."""
+        known = [start for start in self.starts if "utilization" in start]
+        hours = [start.get("gpus", 0) * start.get("hours", 0) for start in known]
+        busy = sum(each * start["utilization"] for each, start in zip(hours, known, strict=True))
+        return busy / sum(hours) if sum(hours) else math.nan
+
+    @property
+    def host(self) -> str | None:
+        """The machine of the main process at the last start; None if not recorded."""
+        return self.record.get("host")
+
+    @property
+    def job(self) -> str | None:
+        """The number of the last start's Slurm job, such as 17 or 17_3 for a task of an array; None outside Slurm."""
+        slurm = self.starts[-1].get("slurm", {}) if self.starts else {}
+        return f"{slurm['array']}_{slurm['task']}" if {"array", "task"} <= slurm.keys() else slurm.get("job")
+
+    @property
     def spike_score(self) -> float:
         """The recorded fraction of steps whose loss was a spike, or that were skipped as a spike."""
         final = self.record.get("final", {}).get("spike/score")  # the last logged line may be older than the run's end
