@@ -30,7 +30,7 @@ from stabletrain.errors import ConfigError
 
 BESIDE = "stabletrain.beside"
 
-COMMANDS = ("run", "export", "compare", "losses", "forecast", "whatif", "sync", "wandb-report")
+COMMANDS = ("run", "export", "status", "compare", "losses", "forecast", "whatif", "sync", "wandb-report")
 """The commands of `stabletrain` that `stabletrain/beside/` adds."""
 
 HORIZON = 500

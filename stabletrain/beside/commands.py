@@ -2,6 +2,7 @@
 
 stabletrain run script.py [args]                guard whatever a training script trains, without a changed line
 stabletrain export <run> --to hf                write a model for transformers, torchvision, ONNX or safetensors
+stabletrain status <sweep>                      where each run of a sweep stands, on one screen
 stabletrain compare <runs or sweeps>            compare runs in a table and on an HTML page
 stabletrain losses <runs> <file>                plot the runs' training losses, rollbacks included
 stabletrain forecast <run>                      foretell from a run's monitors what breaks, when, and the fix
@@ -42,6 +43,20 @@ def export(chosen: argparse.Namespace) -> None:
     from stabletrain.beside.export.command import export as write
 
     write(chosen.run, chosen.to, chosen.out, best=chosen.best, overwrite=chosen.overwrite)
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `status`."""
+    parser.add_argument("folder", type=Path, help="a sweep's folder, a run folder, or a folder of runs")
+    parser.add_argument("--rows", type=int, default=50, help="number of runs to list, 0 for all (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print counts and runs as JSON")
+
+
+def status(chosen: argparse.Namespace) -> None:
+    """Prints where the runs of a sweep stand."""
+    from stabletrain.beside.status import status as show
+
+    show(chosen.folder, rows=chosen.rows, json_wanted=chosen.json)
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,6 +217,7 @@ COMMANDS = {
     "export": Command(
         "write a model for transformers, torchvision, ONNX or safetensors", add_export_arguments, export, builds=True
     ),
+    "status": Command("show where each run of a sweep stands", add_status_arguments, status),
     "compare": Command("compare runs in a table and on an HTML page", add_compare_arguments, compare),
     "losses": Command("plot the training losses of runs", add_losses_arguments, losses),
     "forecast": Command(

@@ -44,18 +44,21 @@ def scancel(job: str) -> None:
     run_slurm("scancel", job)
 
 
-def states() -> dict[tuple[str, int], str]:
-    """Returns the state of each of the user's array tasks, by the array's number and the task's own.
+def states(*, everyone: bool = False) -> dict[tuple[str, int | None], str]:
+    """Returns the state of each of the user's jobs, by its number and None, or the array's number and the task's own.
 
     Slurm forgets a task some minutes after its end.
+
+    Args:
+        everyone: whether jobs of other users count too.
 
     Raises:
         StabletrainError: Slurm does not answer; the message is its reason.
     """
-    user = ["-u", str(os.getuid()), "-t", "all"]
-    lines = run_slurm("squeue", "-h", "-r", *user, "-o", "%F %K %T").splitlines()
+    user = [] if everyone else ["-u", str(os.getuid())]
+    lines = run_slurm("squeue", "-h", "-r", *user, "-t", "all", "-o", "%F %K %T").splitlines()
     words = [line.split() for line in lines]
-    return {(job, int(task)): state for job, task, state in words if task.isdecimal()}
+    return {(job, int(task) if task.isdecimal() else None): state for job, task, state in words}
 
 
 def max_array_size() -> int | None:

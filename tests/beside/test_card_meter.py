@@ -19,7 +19,7 @@ class NVMLError(Exception):
 def nvml(monkeypatch):
     """A module `pynvml` with `energy` (mJ) and `busy` (%) by UUID, and a list `asked` of the calls."""
     module = ModuleType("pynvml")
-    module.energy = {"GPU-a0": 1e12, "GPU-a1": 2e12}
+    module.energy = {"GPU-a0": 10**12, "GPU-a1": 2 * 10**12}
     module.busy = {"GPU-a0": 100, "GPU-a1": 50}
     module.asked = []
 
@@ -44,8 +44,8 @@ def nvml(monkeypatch):
 
 def test_energy_is_what_the_counter_gained_and_utilization_the_mean_of_the_samples(nvml):
     meter = CardMeter(CARD, 1, 1)
-    nvml.energy["GPU-a1"] += 7.2e9  # mJ, which are 2 kWh
-    nvml.energy["GPU-a0"] += 1e12  # the other card of the machine
+    nvml.energy["GPU-a1"] += 7_200_000_000  # mJ, which are 2 kWh
+    nvml.energy["GPU-a0"] += 10**12  # the other card of the machine
     meter.sample()
     nvml.busy["GPU-a1"] = 100
     meter.sample()
@@ -55,8 +55,8 @@ def test_energy_is_what_the_counter_gained_and_utilization_the_mean_of_the_sampl
 
 def test_the_main_process_measures_all_gpus_of_its_machine(nvml):
     meter = CardMeter(torch.device("cuda", 0), 2, 2)
-    nvml.energy["GPU-a0"] += 3.6e9
-    nvml.energy["GPU-a1"] += 3.6e9
+    nvml.energy["GPU-a0"] += 3_600_000_000
+    nvml.energy["GPU-a1"] += 3_600_000_000
     meter.sample()
     assert meter.metrics() == {"gpu/energy_kwh": 2.0, "gpu/utilization": 0.75}
     assert meter.facts()["gpus"] == 2
@@ -65,7 +65,7 @@ def test_the_main_process_measures_all_gpus_of_its_machine(nvml):
 def test_runs_that_share_a_gpu_count_a_part_of_it_and_of_its_energy(nvml, monkeypatch):
     monkeypatch.setenv("STABLETRAIN_PACKED", "4")
     meter = CardMeter(CARD, 1, 1)
-    nvml.energy["GPU-a1"] += 3.6e9
+    nvml.energy["GPU-a1"] += 3_600_000_000
     assert meter.metrics() == {"gpu/energy_kwh": 0.25}
     assert meter.facts()["gpus"] == 0.25
 

@@ -15,15 +15,17 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_states_are_those_of_array_tasks(place, monkeypatch):
+def test_the_states_are_those_of_jobs_and_of_array_tasks(place, monkeypatch):
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     stand_in(
         place,
         "squeue",
         f'echo "$*|$SQUEUE_PARTITION" > {place}/asked; printf "7 0 RUNNING\\n7 12 FAILED\\n8 N/A RUNNING\\n"',
     )
-    assert states() == {("7", 0): "RUNNING", ("7", 12): "FAILED"}
+    assert states() == {("7", 0): "RUNNING", ("7", 12): "FAILED", ("8", None): "RUNNING"}
     assert (place / "asked").read_text() == f"-h -r -u {os.getuid()} -t all -o %F %K %T|\n"
+    states(everyone=True)
+    assert (place / "asked").read_text() == "-h -r -t all -o %F %K %T|\n"
 
 
 def test_what_slurm_refuses_is_raised_with_its_reason(place):

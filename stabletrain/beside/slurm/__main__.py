@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from stabletrain.beside.slurm import submitted
 from stabletrain.beside.slurm.request import Card, Request, check_checkout, read_cluster, read_request
 from stabletrain.beside.slurm.runs import Runs, environment_notes, expand
 from stabletrain.beside.slurm.script import Job, script
@@ -47,7 +48,7 @@ def main() -> int:
             say("\n".join(scripts), end="")
             return 0
         for number, (job, text) in enumerate(zip(jobs, scripts, strict=True)):
-            submit(job, text, runs.record, submitted=number)
+            submit(job, text, runs.record, before=number)
     except (StabletrainError, OSError) as error:
         say(f"slurm/launch.sh: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
@@ -173,7 +174,7 @@ def resumed_arguments(request: Request) -> Resumed:
     return Resumed(both, folder, unchanged=set(both.identity()) == set(first.identity()))
 
 
-def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) -> None:
+def submit(job: Job, text: str, record: DictConfig | None, *, before: int) -> None:
     """Creates the folders for Slurm's logs, saves the script beside them, and submits it.
 
     Raises:
@@ -190,10 +191,11 @@ def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) ->
     try:
         number = sbatch(file)
     except StabletrainError as error:
-        before = f" ({submitted} of the sweep's jobs are submitted already)" if submitted else ""
+        others = f" ({before} of the sweep's jobs are submitted already)" if before else ""
         raise StabletrainError(
-            f"sbatch refused the job on {job.card.name}: {error}{before}; its script is {file}"
+            f"sbatch refused the job on {job.card.name}: {error}{others}; its script is {file}"
         ) from None
+    submitted.record(job, number)
     tasks = f", {len(job.tasks)} tasks" if job.tasks else ""
     log = job.folder / "<n>" / "slurm.log" if job.tasks else job.folder / "slurm.log"
     say(f"job      {number} on {job.card.name}{tasks}, log {log}")

@@ -33,6 +33,11 @@ class Job(NamedTuple):
     home: Path
 
     @property
+    def groups(self) -> dict[int, list[int]]:
+        """Returns the numbers of the runs of each task of the array; empty for a single run."""
+        return {number: [number] for number in self.tasks or ()}
+
+    @property
     def folders(self) -> list[Path]:
         """Returns the folder of each submitted run."""
         return [self.folder] if self.tasks is None else [self.folder / str(number) for number in self.tasks]

@@ -89,7 +89,7 @@ class Task:
         """What the task has printed."""
         return self.array / str(self.number) / LOG
 
-    def state(self, known: dict[tuple[str, int], str]) -> str:
+    def state(self, known: dict[tuple[str, int | None], str]) -> str:
         """Returns its state in Slurm; empty if Slurm does not know it any more."""
         return known.get((self.record["job"], self.number), "")
 

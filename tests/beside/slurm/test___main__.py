@@ -55,7 +55,7 @@ def test_a_sweep_runs_on_each_card(launch, tmp_path, monkeypatch):
         script = Path(f"s/{card}/slurm.sh").read_text()
         assert options(script)["array"] == "0-1%3"
         assert options(script)["output"] == f"{os.getcwd()}/s/{card}/%a/slurm.log"
-        assert sorted(os.listdir(f"s/{card}")) == ["0", "1", "multirun.yaml", "slurm.sh"]
+        assert sorted(os.listdir(f"s/{card}")) == ["0", "1", "multirun.yaml", "slurm.json", "slurm.sh"]
 
 
 def test_two_launches_in_the_same_second_take_two_folders(launch, tmp_path, monkeypatch):
@@ -65,7 +65,7 @@ def test_two_launches_in_the_same_second_take_two_folders(launch, tmp_path, monk
         assert launch(*typed)[0] == 0
     year, second = sorted(os.listdir())
     assert second == f"{year}-2"
-    assert sorted(os.listdir(year)) == ["0", "1", "multirun.yaml", "slurm.sh"]
+    assert sorted(os.listdir(year)) == ["0", "1", "multirun.yaml", "slurm.json", "slurm.sh"]
     assert "slurm.sh" in os.listdir(second)
     assert f"folder={year}-3" in launch("--dry-run", "seed=0", "hydra.run.dir=${now:%Y}")[1]
     assert sorted(os.listdir()) == [year, second]
@@ -133,8 +133,8 @@ def write_runs(folder, *statuses):
 
 def test_submitting_creates_a_folder_for_each_task_and_keeps_the_script(home, capsys):
     job = Job(Card("a100"), Path("s"), [0, 2], [["seed=0"], ["seed=1"], ["seed=2"]], [], home)
-    submit(job, "#!/bin/bash\n", None, submitted=0)
-    assert sorted(os.listdir("s")) == ["0", "2", "slurm.sh"]
+    submit(job, "#!/bin/bash\n", None, before=0)
+    assert sorted(os.listdir("s")) == ["0", "2", "slurm.json", "slurm.sh"]
     assert Path("s/slurm.sh").read_text() == "#!/bin/bash\n"
     assert capsys.readouterr().out == "job      7 on a100, 2 tasks, log s/<n>/slurm.log\n"
 
@@ -144,7 +144,7 @@ def test_the_error_of_sbatch_says_how_many_jobs_are_submitted_already(home):
     job = Job(Card("a100"), Path("r"), None, [["seed=0"]], [], home)
     said = r"on a100: no such partition \(2 of the sweep's jobs are submitted already\); its script is r/slurm.sh"
     with pytest.raises(StabletrainError, match=said):
-        submit(job, "", None, submitted=2)
+        submit(job, "", None, before=2)
 
 
 def test_a_resumed_sweep_leaves_out_the_runs_that_are_done(home, capsys):

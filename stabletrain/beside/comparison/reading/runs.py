@@ -295,10 +295,14 @@ def status_and_problem(
 
 def silence(folder: Path) -> str | None:
     """Returns a sentence if a run with status `running` has written nothing for `SILENT` seconds, else None."""
-    trying = folder.glob("whatif/halt-*/*/metrics.jsonl")  # arms, which a run tries after a halt
-    files = (folder / "metrics.jsonl", folder / "run.json", *trying)
-    written = [file.stat().st_mtime for file in files if file.exists()]
-    silent = time.time() - max(written, default=0.0)
+    silent = time.time() - last_written(folder)
     if silent < SILENT:
         return None
     return f"the status is running, but nothing was written for {silent / 3600:.1f} h: the run may have been killed"
+
+
+def last_written(folder: Path) -> float:
+    """Returns when the run in `folder` last wrote its record or a line, in seconds since 1970; 0 if it never did."""
+    trying = folder.glob("whatif/halt-*/*/metrics.jsonl")  # arms, which a run tries after a halt
+    files = (folder / "metrics.jsonl", folder / "run.json", *trying)
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
