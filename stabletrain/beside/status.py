@@ -6,15 +6,13 @@ and, where there is one, Slurm's queue.
 
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from time import time
 from typing import Any
-
-import numpy as np
 
 from stabletrain.beside.comparison.reading.run import Run
 from stabletrain.beside.comparison.reading.runs import find_runs, last_written, natural_order, read_run
@@ -44,9 +42,6 @@ SILENT_S = 300.0
 
 SILENT_LINES = 10
 """A run is not silent before so many times its longest time between two lines."""
-
-RECENT = 20
-"""Number of the last lines from which the pace is taken."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +108,14 @@ def standing(name: str, overrides: str, run: Run | None, queued: QueuedRun | Non
         run: as read; None if it has not started.
         queued: what was submitted to Slurm; None if it was not.
     """
-    state, note = not_started(queued) if run is None else started(run, queued)
+    begins = run is None or (run.status == "empty" and "status" not in run.record and queued is not None)
+    state, note = not_started(queued) if run is None or begins else started(run, queued)
     job = (run.job if run is not None else None) or (queued.job if queued is not None else None)
     if run is None:
         return Standing(name, str(folder), overrides, state, 0, None, None, None, note, job, None)
     steps = run.settings.get("steps")
     steps = steps if isinstance(steps, int) else None
-    pace = seconds_per_step(run) if state == "running" else math.nan
+    pace = run.seconds_per_step if state == "running" else math.nan
     left = None if steps is None or math.isnan(pace) else pace * max(steps - run.steps, 0)
     loss, hours = run.last("val/loss"), run.gpu_hours
     val_loss, gpu_hours = (None if math.isnan(each) else each for each in (loss, hours))
@@ -146,28 +142,15 @@ def started(run: Run, queued: QueuedRun | None) -> tuple[str, str | None]:
     if status == "running" and (since := silent_since(run)) is not None:
         gone = f"; job {queued.job} is not in the queue" if queued is not None and queued.state == "" else ""
         when = datetime.fromtimestamp(since).strftime("%Y-%m-%d %H:%M")
-        return "silent", f"no sign of life since {when} ({elapsed(time.time() - since)}){gone}"
+        return "silent", f"no sign of life since {when} ({elapsed(time() - since)}){gone}"
     return status, run.problem
 
 
 def silent_since(run: Run) -> float | None:
     """Returns the time, in seconds since 1970, since which a run has written nothing; None if that is not long."""
     last = last_written(run.folder)
-    longest = max(times_between_lines(run)[1], default=0.0)
-    return last if time.time() - last > max(SILENT_S, SILENT_LINES * longest) else None
-
-
-def seconds_per_step(run: Run) -> float:
-    """Returns the median time of a step between the last lines, without evaluations and pauses; NaN if unknown."""
-    steps, seconds = times_between_lines(run)
-    return float(np.median(seconds / steps)) if len(steps) else math.nan
-
-
-def times_between_lines(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of steps and seconds between the last `RECENT` lines of different steps."""
-    steps, times = run.curve("time", -1)
-    steps, firsts = np.unique(steps, return_index=True)
-    return np.diff(steps)[-RECENT:], np.diff(times[firsts])[-RECENT:]
+    longest = max(run.times_between_lines()[1], default=0.0)
+    return last if time() - last > max(SILENT_S, SILENT_LINES * longest) else None
 
 
 def as_json(folder: Path, found: Sequence[Standing]) -> dict[str, Any]:

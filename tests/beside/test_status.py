@@ -2,18 +2,18 @@
 
 import json
 import os
-import time
 from dataclasses import fields
 
 import pytest
 
+from stabletrain.beside import status
 from stabletrain.beside.slurm import submitted
 from stabletrain.beside.status import STATES, Standing, standings
 from stabletrain.cli.commands import main
 from stabletrain.errors import StabletrainError
 from tests.beside.comparison.written import write
 
-NOW = time.time()
+NOW = 1.7e9
 
 
 def lines_until(step, pace=2.0, ago=0.0, every=10):
@@ -44,6 +44,7 @@ def queue(monkeypatch):
         raise StabletrainError("squeue: No such file or directory")
 
     monkeypatch.setattr(submitted, "states", no_slurm)
+    monkeypatch.setattr(status, "time", lambda: NOW)
     return queue
 
 

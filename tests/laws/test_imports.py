@@ -71,7 +71,8 @@ MAY_SEE = {
     "beside/faults": NOUNS | {"checkpoint", "extension", "tracking"},
     "beside/forecast": NOUNS | {"beside/comparison", "config", "extension", "forensics", "tracking"},
     "beside/script": NOUNS | {"guard", "guard/checks", "parallel"},
-    "beside/slurm": NOUNS | {"beside/sweep", "cli", "config", "data", "machine", "parallel", "tracking"},
+    "beside/slurm": NOUNS
+    | {"beside/comparison", "beside/sweep", "cli", "config", "data", "machine", "parallel", "tracking"},
     "beside/sweep": NOUNS | {"cli", "config", "extension", "machine", "parallel", "tracking"},
     "beside/whatif": NOUNS
     | {"beside/comparison", "checkpoint", "config", "data", "machine", "parallel", "tracking", "trainer"},

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -9,8 +10,9 @@ from typing import NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.beside.slurm import submitted
+from stabletrain.beside.slurm.gpu_hours import cost_lines
 from stabletrain.beside.slurm.request import Card, Request, check_checkout, read_cluster, read_request
-from stabletrain.beside.slurm.runs import Runs, environment_notes, expand
+from stabletrain.beside.slurm.runs import Runs, environment_notes, expand, trial_arguments
 from stabletrain.beside.slurm.script import Job, script
 from stabletrain.beside.sweep.plan import status_of
 from stabletrain.cli import hydra_patches
@@ -42,7 +44,8 @@ def main() -> int:
         if not jobs:
             say(f"every run in {runs.folder} is done: there is nothing to continue", file=sys.stderr)
             return 0
-        for note in [*environment_notes(cards), *runs.notes]:
+        costs = cost_lines(request, jobs, runs) if request.dry_run else []
+        for note in [*environment_notes(cards), *runs.notes, *costs]:
             say(note, file=sys.stderr)
         if request.dry_run:
             say("\n".join(scripts), end="")
@@ -53,7 +56,9 @@ def main() -> int:
         say(f"slurm/launch.sh: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
     say(f"runs     {runs.folder}")
-    if len(runs.overrides) * len(cards) > 1:
+    if request.test:
+        say("then     with --dry-run in place of --test, launch.sh says the GPU-hours when this has finished")
+    elif len(runs.overrides) * len(cards) > 1:
         say(f"then     stabletrain compare {shlex.quote(str(runs.folder))}")
     return 0
 
@@ -107,6 +112,8 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     resumed = [] if folder is None else [folder / card.name for card in cards] if len(cards) > 1 else [folder]
     processes = {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards}
     runs = expand(arguments, processes, resumed, skip_unsupported=request.skip_unsupported)
+    if request.test:
+        return trial_jobs(cards, processes, arguments, runs)
     if folder is not None:
         runs = runs._replace(folder=folder, by_time=False)
     elif runs.by_time:
@@ -124,6 +131,23 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
         if folder is None and ((each / "slurm.log").exists() or (each / "run.json").exists()):
             raise ConfigError(f"{each} already holds a run: continue it with resume=auto, or choose another {key}")
     return jobs, runs
+
+
+def trial_jobs(
+    cards: Sequence[Card], processes: Mapping[str, int], arguments: Arguments, runs: Runs
+) -> tuple[list[Job], Runs]:
+    """Returns one job per GPU type, with a few steps of the first run that it would get, and these runs."""
+    jobs, tried = [], runs
+    for card in cards:
+        first = next((n for n in range(len(runs.overrides)) if n not in runs.left_out.get(card.name, ())), None)
+        if first is None:
+            continue
+        typed = trial_arguments(arguments, runs, first)
+        tried = expand(typed, {card.name: processes[card.name]})
+        folder = unused(tried.folder)
+        where = folder / card.name if len(cards) > 1 else folder
+        jobs.append(Job(card, where, None, tried.overrides, typed.options, Path.cwd()))
+    return jobs, tried._replace(folder=jobs[0].folder if len(cards) == 1 else jobs[0].folder.parent, notes=runs.notes)
 
 
 class Resumed(NamedTuple):

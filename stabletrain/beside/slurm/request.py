@@ -185,6 +185,8 @@ class Request:
         cluster: path of the cluster's configuration.
         arguments: what is passed on to `train.py`.
         skip_unsupported: whether to leave out the runs of a sweep that a GPU type cannot do.
+        test: whether to submit only a few steps of the first run.
+        pack: how many runs of a sweep share a task and its GPU.
     """
 
     cards: Sequence[str]
@@ -202,6 +204,8 @@ class Request:
     cluster: Path
     arguments: Arguments
     skip_unsupported: bool = False
+    test: bool = False
+    pack: int = 1
 
     @classmethod
     def of(cls, typed: argparse.Namespace, **more: Any) -> "Request":
@@ -283,7 +287,8 @@ def parser() -> Parser:
     made.add_argument(
         "--skip-unsupported", action="store_true", help="with -m: leave out runs that a GPU type cannot do"
     )
-    made.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
+    made.add_argument("--dry-run", action="store_true", help="print the scripts and GPU-hours, submit nothing")
+    made.add_argument("--test", action="store_true", help="submit 20 steps of the first run, for --dry-run's GPU-hours")
     made.add_argument("-m", "--multirun", action="store_true", help="every combination of comma-separated values")
     for long, short in CONFIG_OPTIONS.items():  # passed on to `train.py`
         made.add_argument(short, long, action="append", help=argparse.SUPPRESS)
@@ -325,6 +330,8 @@ def read_request(typed: Sequence[str]) -> Request:
         )
     if found.skip_unsupported and not found.multirun:
         raise ConfigError("--skip-unsupported: without -m there is one run: leave it out, or add -m")
+    if found.test and any(each.startswith("resume=") for each in found.overrides):
+        raise ConfigError("--test: it is a new run: leave out resume")
     options = ["-m"] if found.multirun else []
     for long in CONFIG_OPTIONS:
         for value in getattr(found, long[2:].replace("-", "_")) or []:

@@ -17,11 +17,11 @@ from omegaconf import DictConfig, open_dict
 from stabletrain.beside.slurm.request import Card
 from stabletrain.beside.sweep.plan import grid
 from stabletrain.cli.own_folder import named_by_time
-from stabletrain.config.arguments import Arguments, key_of
+from stabletrain.config.arguments import SWEEP, Arguments, key_of, merged
 from stabletrain.config.checks import check, check_ranks
 from stabletrain.config.jobs import explained, hydra
 from stabletrain.config.make import plain
-from stabletrain.config.resuming import check_resume, settings
+from stabletrain.config.resuming import Settings, check_resume, settings
 from stabletrain.data.files import GLOB_CHARACTERS, existing, required
 from stabletrain.errors import ConfigError
 from stabletrain.machine.torch_builds import DEFAULT_CAPABILITY, LEGACY_PACKAGES
@@ -55,6 +55,7 @@ class Runs(NamedTuple):
         record: what Hydra writes to `multirun.yaml` for a sweep; None for a single run.
         notes: lines to print before submitting.
         left_out: for each GPU type, the numbers of the runs that are not queued on it.
+        settings: of each run.
     """
 
     folder: Path
@@ -63,6 +64,25 @@ class Runs(NamedTuple):
     record: DictConfig | None
     notes: list[str]
     left_out: Mapping[str, frozenset[int]] = MappingProxyType({})
+    settings: Sequence[Settings] = ()
+
+
+class Checked(NamedTuple):
+    """A run whose configuration is valid: its `hydra.run`, lines of advice, and its settings."""
+
+    run: DictConfig
+    notes: list[str]
+    settings: Settings
+
+
+TEST_STEPS = 20
+"""Number of steps of `--test`, which is enough to measure the time of a step."""
+
+TEST = (f"steps={TEST_STEPS}", "log_every=1", f"eval_every={TEST_STEPS}", "eval_batches=1", "wandb=disabled")
+"""Overrides of `--test`: every step is logged, and the evaluation at the end is short."""
+
+SHORTER = ("warmup.steps", "data.length_warmup")
+"""Keys that must be below the number of steps."""
 
 
 class Unsupported(ConfigError):
@@ -86,8 +106,8 @@ def expand(
     """
     with explained(arguments, conf_folder()), hydra(arguments, conf_folder()) as name:
         if not arguments.sweeps:
-            run, notes = checked_run(name, arguments.overrides, cards, resumed)
-            return Runs(Path(run.dir), named_by_time(run), [arguments.overrides], None, notes)
+            run, notes, own = checked_run(name, arguments.overrides, cards, resumed)
+            return Runs(Path(run.dir), named_by_time(run), [arguments.overrides], None, notes, settings=[own])
         return sweep_runs(name, arguments, cards, resumed, skip_unsupported)
 
 
@@ -109,12 +129,14 @@ def sweep_runs(
     runs = [[*hydras, *run] for run in runs]
     said: dict[str, None] = {}
     unsupported: dict[str, list[int]] = {card: [] for card in cards}
+    found_settings: dict[int, Settings] = {}
     for number, run in enumerate(runs):
         each = [{card: count} for card, count in cards.items()] if skip_unsupported else [cards]
         for some in each:
             try:
                 with explained(arguments, conf_folder()):
-                    _, notes = checked_run(name, run, some, [folder / str(number) for folder in resumed])
+                    here = [folder / str(number) for folder in resumed]
+                    _, notes, found_settings[number] = checked_run(name, run, some, here)
             except Unsupported as error:
                 if not skip_unsupported:
                     more = "; --skip-unsupported leaves out such runs and queues the others"
@@ -132,7 +154,18 @@ def sweep_runs(
     if all(len(left_out[card]) == len(runs) for card in cards):
         raise ConfigError(f"--gpu {','.join(cards)}: none of the {len(runs)} runs can be done there")
     place = sweep.hydra.sweep
-    return Runs(Path(place.dir), named_by_time(place), runs, sweep, list(said), left_out)
+    of_each = [found_settings.get(number, Settings({}, {})) for number in range(len(runs))]
+    return Runs(Path(place.dir), named_by_time(place), runs, sweep, list(said), left_out, of_each)
+
+
+def trial_arguments(arguments: Arguments, runs: Runs, number: int) -> Arguments:
+    """Returns the command line that tries a run of a request: `TEST_STEPS` steps in a folder of its own."""
+    values = runs.settings[number].flat()
+    lower = [f"{key}={TEST_STEPS // 2}" for key in SHORTER if (values.get(key) or 0) >= TEST_STEPS]
+    own = [each for each in runs.overrides[number] if not key_of(each).startswith(("hydra.run", "hydra.sweep"))]
+    return merged(
+        Arguments([each for each in arguments.options if each not in SWEEP], own), Arguments([], [*TEST, *lower])
+    )
 
 
 def same_runs(card: str, runs: Sequence[Sequence[str]]) -> list[int]:
@@ -152,9 +185,7 @@ def left_out_note(card: str, what: str, numbers: Sequence[int], runs: Sequence[S
     return [f"note     {card}: {len(numbers)} of {len(runs)} runs left out, {what}: {', '.join(named)}{more}"]
 
 
-def checked_run(
-    name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path]
-) -> tuple[DictConfig, list[str]]:
+def checked_run(name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path]) -> Checked:
     """Composes one run's configuration, and applies the checks of `train.py`.
 
     Args:
@@ -162,9 +193,6 @@ def checked_run(
         overrides: of the run.
         cards: processes per run, by GPU type.
         resumed: the folders in which it is continued; some may not hold a run yet.
-
-    Returns:
-        its `hydra.run`, and lines of advice.
 
     Raises:
         ConfigError: the configuration is invalid, or unsupported on one of the GPU types.
@@ -177,8 +205,9 @@ def checked_run(
     with open_dict(mine):
         del mine["hydra"]
     mine.resume = "auto" if resumed else mine.resume
+    own = settings(mine, choices)
     for folder in resumed:
-        check_resume(mine.resume, settings(mine, choices), folder, unfinished=False)
+        check_resume(mine.resume, own, folder, unfinished=False)
     check(mine)
     precision, values = choices.get("precision"), plain(mine)
     for card, processes in cards.items():
@@ -189,7 +218,7 @@ def checked_run(
                 "(fp16, QK-norm, z-loss), precision=fp16, or precision=auto, which takes what each card has"
             )
     notes = data_notes(choices["data"], values["data"])
-    return cfg.hydra.run, [*notes, *advice(choices, values["model"].get("modality"), cards)]
+    return Checked(cfg.hydra.run, [*notes, *advice(choices, values["model"].get("modality"), cards)], own)
 
 
 def data_notes(option: str, data: Mapping[str, Any]) -> list[str]:

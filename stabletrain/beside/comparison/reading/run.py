@@ -96,6 +96,9 @@ def restored(names: tuple[str, ...], values: bytes) -> Ranges:
     return Ranges(shared_names(names), np.frombuffer(values).reshape(-1, 4))
 
 
+RECENT = 20
+"""Number of the last lines from which the pace of a run is taken."""
+
 ENDED = ("finished", "halted", "preempted", "failed")
 """The statuses of a run that has stopped."""
 
@@ -191,6 +194,21 @@ class Run(Events):
         """The number of model parameters; None if not recorded."""
         count = self.record.get("model", {}).get("parameters")
         return count if isinstance(count, int) else None
+
+    def times_between_lines(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of steps and the seconds between the last `RECENT` lines of different steps."""
+        steps, times = self.curve("time", -1)
+        steps, firsts = np.unique(steps, return_index=True)
+        return np.diff(steps)[-RECENT:], np.diff(times[firsts])[-RECENT:]
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median time of a step between the last lines, without evaluations and pauses; NaN if unknown.
+
+        It reads the file again.
+        """
+        steps, seconds = self.times_between_lines()
+        return float(np.median(seconds / steps)) if len(steps) else math.nan
 
     @property
     def starts(self) -> list[dict[str, Any]]:
