@@ -6,9 +6,11 @@
 # FOLDER is the run folder, the same at every start. PROCESSES is the number per node. NOTICE is how many seconds before
 # the time limit Slurm sends USR2 to this shell (and to nothing else). Ranks that are asked to stop finish the step, save
 # a checkpoint and exit with code 75. If the program may remove FOLDER, set notes_folder to one that it leaves alone.
+# If the program trains several runs (pack.py), set packed_folders to their run folders, of which FOLDER is the first.
 
 folder=$1 processes=$2 max_requeues=$3 notice=$4
 shift 4
+folders=("${packed_folders[@]:-$folder}")
 srun_options=()
 while [[ $1 != -- ]]; do
   srun_options+=("$1")
@@ -42,14 +44,19 @@ requeue() {
   exit 75
 }
 
-newest_checkpoint() {   # of the run, or of an arm that is tried to heal it
-  find "$folder/checkpoints" "$folder"/whatif/*/*/checkpoints -maxdepth 1 -name 'step-*' -printf '%T@ %p\n' 2>/dev/null |
-    sort -n | tail -n 1 | cut -d ' ' -f 2-
+newest_checkpoint() {   # of a run, or of an arm that is tried to heal it
+  local each
+  for each in "${folders[@]}"; do
+    find "$each/checkpoints" "$each"/whatif/*/*/checkpoints -maxdepth 1 -name 'step-*' -printf '%T@ %p\n' 2>/dev/null
+  done | sort -n | tail -n 1 | cut -d ' ' -f 2-
 }
 
 progress() {   # changes with every checkpoint and every logged step, also with those of the arms
+  local each
   newest_checkpoint
-  tail -q -n 1 "$folder/metrics.jsonl" "$folder"/whatif/*/*/metrics.jsonl 2>/dev/null
+  for each in "${folders[@]}"; do
+    tail -q -n 1 "$each/metrics.jsonl" "$each"/whatif/*/*/metrics.jsonl 2>/dev/null
+  done
 }
 
 node_addresses() {   # Slurm's address of each node, in the order of SLURM_NODEID; a node may have others as well
@@ -111,7 +118,7 @@ if ((SLURM_JOB_NUM_NODES * processes > 1)); then
   fi
 fi
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then   # else torchrun sets one thread for each rank
-  threads=$((SLURM_CPUS_PER_TASK / processes))
+  threads=$((SLURM_CPUS_PER_TASK / (processes * ${#folders[@]})))
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 fi
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}

@@ -91,7 +91,7 @@ def check_array_size(jobs: list[Job]) -> None:
     Raises:
         ConfigError: it does not; the message says how many it takes.
     """
-    last = max((number for job in jobs for number in job.tasks or ()), default=0)
+    last = max((number for job in jobs for number in job.groups), default=0)
     if last and (most := max_array_size()) is not None and last >= most:
         raise ConfigError(
             f"a sweep of {last + 1:,} runs is above this cluster's MaxArraySize, {most:,}: submit parts of at most "
@@ -111,6 +111,11 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     arguments, folder, same = resumed_arguments(request)
     resumed = [] if folder is None else [folder / card.name for card in cards] if len(cards) > 1 else [folder]
     processes = {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards}
+    if request.pack > 1 and (several := [name for name, count in processes.items() if count > 1]):
+        raise ConfigError(
+            f"--pack {request.pack}: on {several[0]} a run has {processes[several[0]]} devices, and only runs of one "
+            "device can share it: leave out --pack, or add --gpus-per-node 1 and leave out --nodes"
+        )
     runs = expand(arguments, processes, resumed, skip_unsupported=request.skip_unsupported)
     if request.test:
         return trial_jobs(cards, processes, arguments, runs)
@@ -124,7 +129,8 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
         where = runs.folder / card.name if len(cards) > 1 else runs.folder
         numbers = [n for n in range(len(runs.overrides)) if n not in runs.left_out.get(card.name, ())]
         tasks = [n for n in numbers if not (same and status_of(where / str(n)) in FINAL_STATUSES)]
-        jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
+        queued = tasks if arguments.sweeps else None
+        jobs.append(Job(card, where, queued, runs.overrides, options, Path.cwd(), request.pack))
     jobs = [job for job in jobs if job.folders]
     key = "hydra.sweep.dir" if arguments.sweeps else "hydra.run.dir"
     for each in (each for job in jobs for each in job.folders):
@@ -220,7 +226,8 @@ def submit(job: Job, text: str, record: DictConfig | None, *, before: int) -> No
             f"sbatch refused the job on {job.card.name}: {error}{others}; its script is {file}"
         ) from None
     submitted.record(job, number)
-    tasks = f", {len(job.tasks)} tasks" if job.tasks else ""
+    tasks = f", {len(job.groups)} tasks" if job.tasks else ""
+    tasks += f" of up to {job.pack} runs" if job.pack > 1 else ""
     log = job.folder / "<n>" / "slurm.log" if job.tasks else job.folder / "slurm.log"
     say(f"job      {number} on {job.card.name}{tasks}, log {log}")
 

@@ -283,7 +283,10 @@ def parser() -> Parser:
     made.add_argument("--nodes", type=one, default=1, metavar="N", help="nodes per run (1)")
     made.add_argument("--gpus-per-node", dest="gpus", type=one, metavar="G", help="GPUs per node (cluster.conf)")
     add_job_options(made)
-    made.add_argument("--parallel-jobs", type=one, metavar="N", help="with -m: parallel runs per GPU type")
+    made.add_argument("--parallel-jobs", type=one, metavar="N", help="with -m: parallel tasks per GPU type")
+    made.add_argument(
+        "--pack", type=one, default=1, metavar="N", help="with -m: train N runs side by side on one GPU (1)"
+    )
     made.add_argument(
         "--skip-unsupported", action="store_true", help="with -m: leave out runs that a GPU type cannot do"
     )
@@ -330,6 +333,9 @@ def read_request(typed: Sequence[str]) -> Request:
         )
     if found.skip_unsupported and not found.multirun:
         raise ConfigError("--skip-unsupported: without -m there is one run: leave it out, or add -m")
+    if found.pack > 1 and (found.test or not found.multirun):
+        fix = "leave one of them out" if found.test else "leave it out, or add -m"
+        raise ConfigError(f"--pack {found.pack}: {'--test' if found.test else 'without -m there'} is one run: {fix}")
     if found.test and any(each.startswith("resume=") for each in found.overrides):
         raise ConfigError("--test: it is a new run: leave out resume")
     options = ["-m"] if found.multirun else []

@@ -23,6 +23,7 @@ class Job(NamedTuple):
         overrides: overrides of every run, including those that are not submitted.
         options: Hydra's options, shared by all runs.
         home: the folder from which the job is submitted; relative paths start there.
+        pack: how many runs of a sweep a task of the array trains side by side.
     """
 
     card: Card
@@ -31,11 +32,13 @@ class Job(NamedTuple):
     overrides: list[list[str]]
     options: list[str]
     home: Path
+    pack: int = 1
 
     @property
     def groups(self) -> dict[int, list[int]]:
-        """Returns the numbers of the runs of each task of the array; empty for a single run."""
-        return {number: [number] for number in self.tasks or ()}
+        """Returns the runs of each task of the array, which has the number of its first run; empty for a single run."""
+        runs = self.tasks or []
+        return {runs[at]: runs[at : at + self.pack] for at in range(0, len(runs), self.pack)}
 
     @property
     def folders(self) -> list[Path]:
@@ -51,8 +54,13 @@ def script(job: Job, request: Request) -> str:
             a line break.
     """
     lines = first_lines(job, request, "slurm/launch.sh")
-    folder = shlex.quote(str(job.folder))
-    if job.tasks:
+    folder, train = shlex.quote(str(job.folder)), shlex.join([str(ROOT / "train.py"), *job.options])
+    command = f'{train} "${{overrides[@]}}" hydra.run.dir="\'$folder\'" resume=auto'
+    if job.pack > 1:
+        lines += ['case "$SLURM_ARRAY_TASK_ID" in', *map(packed_line, [job] * len(job.groups), job.groups), "esac"]
+        lines.append("folder=${packed_folders[0]}")
+        command = f'{shlex.quote(str(ROOT / "slurm" / "pack.py"))} {train} -- "${{runs[@]}}"'
+    elif job.tasks:
         lines.append('case "$SLURM_ARRAY_TASK_ID" in')
         lines += [f"  {number}) overrides=({shlex.join(job.overrides[number])}) ;;" for number in job.tasks]
         lines += ["esac", f'folder={folder}/"$SLURM_ARRAY_TASK_ID"']
@@ -60,9 +68,15 @@ def script(job: Job, request: Request) -> str:
         lines += [f"overrides=({shlex.join(job.overrides[0])})", f"folder={folder}"]
     again = shlex.join([str(ROOT / "slurm" / "launch.sh"), *request.options(job.card.name)])
     lines.append(f"export {LAUNCH_VARIABLE}={shlex.quote(again)}")
-    command = shlex.join([str(ROOT / "train.py"), *job.options])
-    lines += last_lines(job, request, f'{command} "${{overrides[@]}}" hydra.run.dir="\'$folder\'" resume=auto')
+    lines += last_lines(job, request, command)
     return "\n".join(lines) + "\n"
+
+
+def packed_line(job: Job, task: int) -> str:
+    """Returns the line of a task that trains several runs: their folders, and each folder with its overrides."""
+    folders = {number: str(job.folder / str(number)) for number in job.groups[task]}
+    words = [word for number, folder in folders.items() for word in ("--", folder, *job.overrides[number])]
+    return f"  {task}) packed_folders=({shlex.join(folders.values())}) runs=({shlex.join(words[1:])}) ;;"
 
 
 def first_lines(job: Job, request: Request, writer: str) -> list[str]:
@@ -75,6 +89,7 @@ def first_lines(job: Job, request: Request, writer: str) -> list[str]:
     if bad := set("'\"\\\n") & set(str(job.folder)):
         raise ConfigError(f"the run folder {job.folder} has {sorted(bad)[0]!r} in its name: choose one without")
     runs = f"{len(job.tasks)} runs" if job.tasks else "One run"
+    runs += f", {job.pack} side by side," if job.pack > 1 else ""
     size = f"{request.nodes} x {gpus} processes each"
     lines = ["#!/usr/bin/env bash", f"# {runs} on {job.card.name}, {size}; written by {writer}."]
     lines += [f"#SBATCH {option}" for option in sbatch_options(job, request, gpus)]
@@ -144,7 +159,7 @@ def sbatch_options(job: Job, request: Request, gpus: int) -> list[str]:
         "signal": f"B:USR2@{card.notice}",
     }
     if job.tasks:
-        values["array"] = ranges(job.tasks) + (f"%{request.parallel_jobs}" if request.parallel_jobs else "")
+        values["array"] = ranges([*job.groups]) + (f"%{request.parallel_jobs}" if request.parallel_jobs else "")
     lines = [f"--{name}={quoted(value)}" for name, value in values.items() if value]
     return [*lines, "--requeue", *(line.strip() for line in card.sbatch.splitlines() if line.strip())]
 

@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from stabletrain.beside.comparison import frame
+from stabletrain.beside.status import standings
 from stabletrain.tracking.metrics import read_jsonl
 from tests.beside.slurm.stand_ins import stand_in
 from tests.once import once
@@ -162,6 +163,29 @@ def test_a_sweep_is_an_array_in_the_folder_that_python_would_have_made(cluster, 
     compared = [frame(tmp_path / place)[SAME].to_dict("list") for place in ("here", "there")]
     assert compared[0] == compared[1]
     assert compared[0]["settings.optimizer.lr"] == [1e-3, 1e-2]
+
+
+def test_all_runs_that_share_a_task_save_when_it_is_told_to_stop(cluster, tmp_path):
+    sweep = tmp_path / "sweep"
+    job = cluster.launch("--pack", "2", "-m", "seed=0,1", *ENDLESS, "hydra.sweep.dir=sweep", cwd=tmp_path)
+    cluster.wait(lambda: min(step(sweep / "0"), step(sweep / "1")) > 0, 90)
+    assert [(each.run, each.state) for each in standings_of(cluster, sweep)] == [("0", "running"), ("1", "running")]
+    cluster.run("scancel", "--batch", "--signal=USR2", f"{job}_0")
+    again(cluster, f"{job}_0")
+    for number, each in enumerate(standings_of(cluster, sweep)):
+        assert (each.state, each.note, each.job) == ("preempted", f"job {job}_0 is queued again", f"{job}_0")
+        assert record(sweep / str(number))["reason"].startswith("SIGUSR2")
+        assert weights(sweep / str(number))
+        assert "/1000000" in log(sweep / str(number)), "each has its own log"
+    assert "sweep/1: code 75" in log(sweep / "0")
+    cluster.run("scancel", job)
+
+
+def standings_of(cluster, sweep):
+    """Returns where the runs of a sweep stand, with the queue of the cluster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+        return standings(sweep)
 
 
 OLD_CARD = """\
