@@ -162,6 +162,9 @@ one job           slurm/launch.sh --gpu a100 --time 8:00:00 precision=bf16 stabi
 two nodes of four slurm/launch.sh --gpu h100 --nodes 2 --gpus-per-node 4 model=gpt2 batch_size=512
 a sweep           slurm/launch.sh --gpu a100,v100 --parallel-jobs 8 -m seed=0,1,2 optimizer.lr=1e-3,1e-2
 only print it     slurm/launch.sh --dry-run ...
+20 steps of it    slurm/launch.sh --test ..., after which --dry-run says the GPU-hours
+four on one GPU   slurm/launch.sh --pack 4 -m seed=0,1,2,3
+where it stands   stabletrain status multirun/<date>/<time>
 continue          slurm/launch.sh resume=auto ...
 
 A job that is pre-empted or reaches its time limit saves a checkpoint and requeues. `scancel <job>` ends it for good,
