@@ -59,7 +59,7 @@ def submit(folder, job, count):
 def test_every_state_is_told_with_what_belongs_to_it(tmp_path, queue):
     sweep = tmp_path / "sweep"
     submit(sweep, "17", 9)
-    queue("17 0 PENDING", "17 1 PENDING", "17 2 RUNNING", "17 8 RUNNING", "99 3 RUNNING", "17 5 FAILED")
+    queue("17 0 PENDING", "17 1 PENDING", "17 2 RUNNING", "17 8 RUNNING", "99 3 RUNNING", "17 7 FAILED")
     incident = {"event": "incident", "step": 30, "tick": 30, "cause": "attention_logits", "fix": [], "path": None}
     run(sweep, 1, "preempted", lines_until(40), reason="SIGUSR2: its time is almost up")
     run(sweep, 2, "running", lines_until(40))

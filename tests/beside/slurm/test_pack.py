@@ -46,10 +46,12 @@ STAND_IN = """\
 import os, signal, sys, time
 print("words", sys.argv[1:], os.environ["STABLETRAIN_PACKED"], flush=True)
 if "fail=1" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the signal may come before this process has ended
     sys.exit("it failed")
 if "wait=1" in sys.argv:
     asked = []
-    signal.signal(signal.SIGUSR2, lambda *_: asked.append(1))
+    for each in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(each, lambda *_: asked.append(1))
     print("up", flush=True)
     end = time.monotonic() + 60
     while not asked and time.monotonic() < end:
@@ -76,18 +78,20 @@ def start(place, runs, **environment):
     )
 
 
-def test_a_run_that_fails_ends_no_other_and_each_has_its_own_log(tmp_path):
+@pytest.mark.parametrize("told", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_run_that_fails_ends_no_other_and_each_has_its_own_log(tmp_path, told):
     task = start(tmp_path, {"0": ["fail=1"], "1": ["wait=1", "a='b c'"]})
+    logs = [tmp_path / folder / "slurm.log" for folder in "01"]
     deadline = time.monotonic() + 60
-    while "up" not in ((tmp_path / "1" / "slurm.log").read_text() if (tmp_path / "1" / "slurm.log").exists() else ""):
+    while not all(log.exists() and word in log.read_text() for log, word in zip(logs, ("failed", "up"), strict=True)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.killpg(task.pid, signal.SIGUSR2)  # as Slurm does: to all processes of the task
+    os.killpg(task.pid, told)  # as Slurm does: to all processes of the task
     said, _ = task.communicate(timeout=60)
     assert (task.returncode, said) == (75, "slurm    0: code 1\nslurm    1: code 75\n")
-    assert (tmp_path / "0" / "slurm.log").read_text().endswith("it failed\n")
+    assert logs[0].read_text().endswith("it failed\n")
     words = ["--option", "wait=1", "a='b c'", "hydra.run.dir='1'", "resume=auto"]
-    assert (tmp_path / "1" / "slurm.log").read_text() == f"words {words} 2\nup\n"
+    assert logs[1].read_text() == f"words {words} 2\nup\n"
 
 
 def test_a_task_that_queued_again_starts_only_what_is_not_over(tmp_path):
