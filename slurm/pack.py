@@ -1,6 +1,6 @@
 """Several runs side by side on one device: what a task of `slurm/launch.sh --pack` starts in place of train.py.
 
-    pack.py TRAIN.PY OPTIONS... -- FOLDER OVERRIDES... -- FOLDER OVERRIDES...
+    pack.py PYTHON TRAIN.PY OPTIONS... -- FOLDER OVERRIDES... -- FOLDER OVERRIDES...
 
 Each run has its own process, run folder and slurm.log. If one fails, the others go on.
 
@@ -76,7 +76,7 @@ def main(words: list[str]) -> int:
             continue
         with (Path(folder) / "slurm.log").open("ab") as log:
             started[folder] = subprocess.Popen(
-                [sys.executable, *command, *overrides, f"hydra.run.dir='{folder}'", "resume=auto"],
+                [*command, *overrides, f"hydra.run.dir='{folder}'", "resume=auto"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "STABLETRAIN_PACKED": str(len(runs))},

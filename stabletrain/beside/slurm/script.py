@@ -59,7 +59,7 @@ def script(job: Job, request: Request) -> str:
     if job.pack > 1:
         lines += ['case "$SLURM_ARRAY_TASK_ID" in', *map(packed_line, [job] * len(job.groups), job.groups), "esac"]
         lines.append("folder=${packed_folders[0]}")
-        command = f'{shlex.quote(str(ROOT / "slurm" / "pack.py"))} {train} -- "${{runs[@]}}"'
+        command = f'{shlex.quote(str(ROOT / "slurm" / "pack.py"))} "$python" {train} -- "${{runs[@]}}"'
     elif job.tasks:
         lines.append('case "$SLURM_ARRAY_TASK_ID" in')
         lines += [f"  {number}) overrides=({shlex.join(job.overrides[number])}) ;;" for number in job.tasks]

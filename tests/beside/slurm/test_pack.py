@@ -69,7 +69,7 @@ def start(place, runs, **environment):
         (place / folder).mkdir(exist_ok=True)
         words += ["--", folder, *overrides]
     return subprocess.Popen(
-        [sys.executable, str(FILE), "train.py", "--option", *words],
+        [sys.executable, str(FILE), sys.executable, "train.py", "--option", *words],
         cwd=place,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
