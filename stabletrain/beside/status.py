@@ -4,7 +4,6 @@ It reads the run folders, the plan of the sweep (`sweep.json`, or `slurm.json` o
 and, where there is one, Slurm's queue.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from stabletrain.beside.slurm.submitted import QueuedRun, submitted_runs
 from stabletrain.beside.sweep import plan
 from stabletrain.errors import ConfigError
 from stabletrain.printable import one_line, say
+from stabletrain.tracking.metrics import print_json
 from stabletrain.tracking.progress import elapsed
 
 STATES = ("failed", "broken", "silent", "halted", "preempted", "running", "queued", "finished")
@@ -117,8 +117,8 @@ def standing(name: str, overrides: str, run: Run | None, queued: QueuedRun | Non
     steps = steps if isinstance(steps, int) else None
     pace = run.seconds_per_step if state == "running" else math.nan
     left = None if steps is None or math.isnan(pace) else pace * max(steps - run.steps, 0)
-    loss, hours = run.last("val/loss"), run.gpu_hours
-    val_loss, gpu_hours = (None if math.isnan(each) else each for each in (loss, hours))
+    val_loss = run.last("val/loss") if "val/loss" in run.ranges else None  # NaN, if it is
+    gpu_hours = None if math.isnan(run.gpu_hours) else run.gpu_hours
     return Standing(name, str(folder), overrides, state, run.steps, steps, left, val_loss, note, job, gpu_hours)
 
 
@@ -204,4 +204,4 @@ def status(folder: Path, *, rows: int, json_wanted: bool) -> None:
     if rows < 0:
         raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")
     found = standings(folder)
-    say(json.dumps(as_json(folder, found), indent=2) if json_wanted else "\n".join(lines(folder, found, rows)))
+    print_json(as_json(folder, found)) if json_wanted else say("\n".join(lines(folder, found, rows)))

@@ -44,6 +44,7 @@ def runs(tmp_path_factory):
 TABLE = [
     pytest.param("diagnose", "trained", id="diagnose"),
     pytest.param("replay", "trained/incidents/step-00000003", id="replay"),
+    pytest.param("status", "sweep", marks=BESIDE, id="status"),
     pytest.param("compare", "sweep", marks=BESIDE, id="compare"),
     pytest.param("compare", "trained", marks=BESIDE, id="compare of one run"),
     pytest.param("forecast", "looked", marks=BESIDE, id="forecast"),
@@ -61,9 +62,10 @@ def test_what_a_command_prints_has_the_documented_shape(runs, tmp_path, monkeypa
 
 
 @BESIDE
-def test_what_is_not_finite_is_a_word_and_what_is_missing_is_null(runs, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["compare", "status"])
+def test_what_is_not_finite_is_a_word_and_what_is_missing_is_null(runs, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
-    assert main(["compare", str(runs / "sweep"), "--json"]) == 0
+    assert main([command, str(runs / "sweep"), "--json"]) == 0
     losses = {run["run"]: run["val_loss"] for run in strict(capsys.readouterr().out)["runs"]}
     assert losses == {"0": 1.0, "1": 1.1, "2": "NaN", "3": "Infinity", "4": None}
 
