@@ -37,6 +37,9 @@ WIDTH = 120
 HIGH_LOGIT = 1e4
 """Every run whose largest attention logit passed this one diverged (arXiv 2309.14322, section 3.1.1)."""
 
+HALTED = 3
+"""The exit code of a run that the guard has halted: one of the runs of `healed`."""
+
 EFFECTS = (
     ("QK-norm", "qknorm", "none"),
     ("QK-norm beside z-loss", "zloss_qknorm", "zloss"),
@@ -91,8 +94,8 @@ def lr_sensitivity(runs: Sequence[Run], folder: Path) -> Iterator[str]:
     yield markdown(settings_of(frame_of(runs), ["stability"]))
     yield paragraph(
         "What each measure changes, in nats: the mean over the seeds of the difference to the run of the same seed "
-        "without it, with its 95 % interval (Student's t). Bold: the interval does not hold 0. Of "
-        f"{len(EFFECTS) * (len(rates) + 1)} such intervals, one in twenty is expected to leave out 0 by chance."
+        "without it, with its 95 % interval (Student's t). Bold: the interval does not hold 0. If nothing had an "
+        f"effect, one in twenty of the {len(EFFECTS) * (len(rates) + 1)} intervals would leave out 0 by chance."
     )
     rows = [[RATE, *effects], ["---"] * (len(effects) + 1)]
     for place, rate in enumerate([*(f"{rate:g}" for rate in rates), "sensitivity"]):
@@ -188,18 +191,20 @@ def effort(runs: Sequence[Run]) -> str:
 
 def spiky(runs: Sequence[Run], folder: Path) -> Iterator[str]:
     """Yields the paragraph on a run with faults, and draws `spiky.svg`."""
-    off, guarded, clean = (
-        pick(runs, guard=guard, faults=faults).last("val/loss")
-        for guard, faults in (("off", "spiky"), ("rollback", "spiky"), ("rollback", "none"))
-    )
-    draw_losses(runs, folder / "spiky.svg")
+    three = {
+        "faults, no guard": pick(runs, guard="off", faults="spiky"),
+        "faults, default guard": pick(runs, guard="rollback", faults="spiky"),
+        "no faults": pick(runs, guard="rollback", faults="none"),
+    }
+    draw_losses(runs, folder / "spiky.svg", labels={run.name: text for text, run in three.items()})
+    off, guarded, clean = (run.last("val/loss") for run in three.values())
     more = f"{abs(guarded / clean - 1):.1%}".replace("%", " %")
     yield paragraph(
         "A small GPT is trained at three times the default learning rate. It reads twenty batches of wrong data at "
         f"step 250, and at step 400 its update is 300 times too large. Without a guard it ends at {off:.3f} nats/byte. "
         f"With `guard=rollback` and the same seed it ends at {guarded:.3f}. A run without these faults ends at "
         f"{clean:.3f}, so the loss with the guard is {more} {'higher' if guarded > clean else 'lower'}. (One run each, "
-        "so nothing is known about other seeds.)"
+        "so nothing is known about other seeds. The axis is logarithmic if a loss is far above the others.)"
     )
     yield "![Training losses of the three runs](spiky.svg)"
 
@@ -211,7 +216,11 @@ def foretold(runs: Sequence[Run], folder: Path) -> Iterator[str]:
     names = [name for name in first.ranges if name.startswith("monitors/attn_entropy_min/")]
     curves = [first.curve(name, -1) for name in names]
     low = min(int(step) for steps, values in curves for step in steps[values < told["threshold"]])
-    draw_losses(runs, folder / "foretold.svg")
+    labels = {
+        first.name: f"no QK-norm, learning rate {first.settings[RATE]}",
+        fixed.name: f"from step {told['step']}: QK-norm, learning rate {fixed.settings[RATE]}",
+    }
+    draw_losses(runs, folder / "foretold.svg", labels=labels)
     yield paragraph(
         f"At a learning rate of {first.settings[RATE]} without QK-norm, the smallest attention entropies fall during "
         f"the warmup. At step {told['step']} the forecast says that they reach {told['threshold']} near step "
@@ -227,7 +236,11 @@ def healed(runs: Sequence[Run], folder: Path) -> Iterator[str]:
     """Yields the paragraph on a run that heals itself, and draws `healed.svg`."""
     halted, well = pick(runs, **{"guard.escalate": "halt"}), pick(runs, **{"guard.escalate": "whatif"})
     (heal,) = events(well, "heal")
-    draw_losses(runs, folder / "healed.svg")
+    labels = {
+        run.name: f"learning rate {halted.settings[RATE]:g}, guard.escalate={run.settings['guard.escalate']}"
+        for run in (halted, well)
+    }
+    draw_losses(runs, folder / "healed.svg", labels=labels)
     yield paragraph(
         f"A small GPT with a learning rate of {halted.settings[RATE]:g} in place of 0.003. The guard skips "
         f"{len(halted.skips)} steps, rolls back {halted.rollbacks} times, and halts at step {halted.steps}, after "
@@ -336,14 +349,16 @@ def train(experiment: str) -> Path:
     """Trains the runs of a section, with one thread each; returns their folder.
 
     Raises:
-        ConfigError: the folder exists.
+        ConfigError: the folder exists, or a command failed.
     """
     folder = ROOT / "multirun" / experiment
     if folder.exists():
         raise ConfigError(f"{folder} exists; fix: python docs/results.py {folder}, or delete it to train again")
     for line in command_lines(experiment):
         words = shlex.split(line)[1:]  # after `python`
-        subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if done.returncode not in (0, HALTED):
+            raise ConfigError(f"{line}: it ended with exit code {done.returncode}; fix: see its output above")
     return folder
 
 
