@@ -27,6 +27,8 @@ from tests.beside.comparison.read_back import assert_curves, assert_points, logg
 from tests.beside.comparison.written import word, write
 from tests.runs import ROOT
 
+pytestmark = pytest.mark.beside
+
 STEPS, RATES, SEEDS = 12, (0.01, 0.1), (0, 1, 2)
 BROKE = ("bf16", 0.1, 2)
 """The run that ends in NaN."""

@@ -1,5 +1,6 @@
 """Blocks are found in every kind of model, without knowing it."""
 
+import pytest
 from torch import nn
 from torchvision.models import resnet18, vit_b_16
 
