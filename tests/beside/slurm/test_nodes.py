@@ -95,4 +95,6 @@ def test_a_first_node_that_cannot_be_the_host_ends_the_job_with_its_reason(clust
     assert "ExitCode=1:0" in cluster.run("scontrol", "show", "job", job)
     assert f"stabletrain: node 0 cannot host the rendezvous of the ranks at 127.0.0.1:{port} (" in log(tmp_path / "run")
     assert "queued again" not in log(tmp_path / "run")
-    assert sorted(os.listdir(tmp_path / "run")) == ["slurm.log", "slurm.sh"], "and no empty folder for traces"
+    assert sorted(os.listdir(tmp_path / "run")) == ["slurm.json", "slurm.log", "slurm.sh"], (
+        "and no empty folder for traces"
+    )
