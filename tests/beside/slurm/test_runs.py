@@ -9,7 +9,6 @@ from stabletrain.beside.slurm.request import read_cluster
 from stabletrain.beside.slurm.runs import data_notes, environment_notes
 from stabletrain.errors import ConfigError
 
-
 UNHINTED = ("stability=v100", "precision=fp32", "experiment=resnet_digits")
 """What a user chooses that makes the preset for a V100 needless."""
 
