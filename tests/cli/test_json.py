@@ -11,7 +11,7 @@ from tests.beside.comparison.written import write
 from tests.runs import TINY_GPT, composed
 from tests.shapes import differences, sections, shape, strict
 
-BESIDE = pytest.mark.beside
+pytestmark = pytest.mark.beside  # the run with an incident has a fault
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def runs(tmp_path_factory):
 TABLE = [
     pytest.param("diagnose", "trained", id="diagnose"),
     pytest.param("replay", "trained/incidents/step-00000003", id="replay"),
-    pytest.param("status", "sweep", marks=BESIDE, id="status"),
-    pytest.param("compare", "sweep", marks=BESIDE, id="compare"),
-    pytest.param("compare", "trained", marks=BESIDE, id="compare of one run"),
-    pytest.param("forecast", "looked", marks=BESIDE, id="forecast"),
+    pytest.param("status", "sweep", id="status"),
+    pytest.param("compare", "sweep", id="compare"),
+    pytest.param("compare", "trained", id="compare of one run"),
+    pytest.param("forecast", "looked", id="forecast"),
 ]
 """Command, and the folder in `runs` that it is run on. `tests/beside/whatif/test_command.py` has `whatif`."""
 
@@ -61,7 +61,6 @@ def test_what_a_command_prints_has_the_documented_shape(runs, tmp_path, monkeypa
     assert not [*differences(found, shape(command))]
 
 
-@BESIDE
 @pytest.mark.parametrize("command", ["compare", "status"])
 def test_what_is_not_finite_is_a_word_and_what_is_missing_is_null(runs, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
@@ -70,7 +69,7 @@ def test_what_is_not_finite_is_a_word_and_what_is_missing_is_null(runs, tmp_path
     assert losses == {"0": 1.0, "1": 1.1, "2": "NaN", "3": "Infinity", "4": None}
 
 
-@pytest.mark.parametrize("command", ["diagnose", "replay", pytest.param("compare", marks=BESIDE)])
+@pytest.mark.parametrize("command", ["diagnose", "replay", pytest.param("compare")])
 def test_a_failure_prints_one_line_of_error_and_no_json(tmp_path, capsys, command):
     assert main([command, str(tmp_path / "nothing"), "--json"]) == 2
     seen = capsys.readouterr()
@@ -79,7 +78,6 @@ def test_a_failure_prints_one_line_of_error_and_no_json(tmp_path, capsys, comman
     assert seen.err.count("\n") == 1
 
 
-@BESIDE
 def test_every_command_that_has_the_option_is_documented(capsys):
     def printed(*typed):
         with pytest.raises(SystemExit, match="0"):

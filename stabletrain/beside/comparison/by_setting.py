@@ -175,10 +175,15 @@ def cells(settings: Sequence[Setting]) -> list[list[str]]:
     rated = any(each.rate is not None for each in settings)
     head = ["setting", *(["best lr"] if rated else []), "val loss", "runs", "above the best, 95 % interval"]
     rows = [
-        [each.name, *([f"{each.rate:g}"] if rated else []), each.loss, each.ended, above(each) if number else "best"]
+        [each.name, *([rate_text(each)] if rated else []), each.loss, each.ended, above(each) if number else "best"]
         for number, each in enumerate(settings)
     ]
     return [head, *rows]
+
+
+def rate_text(found: Setting) -> str:
+    """Formats the best learning rate; empty if the setting's runs have none, as beside those of another sweep."""
+    return "" if found.rate is None else f"{found.rate:g}"
 
 
 def above(found: Setting) -> str:
@@ -222,7 +227,7 @@ def latex(settings: Sequence[Setting]) -> str:
         [
             *(text(setting_text(each.values[key])) for key in keys),
             *([] if keys else [text(each.name)]),
-            *([f"{each.rate:g}"] if rated else []),
+            *([rate_text(each)] if rated else []),
             text(each.loss),
             f"{len(each.losses)}/{each.runs}",
             difference(each) if number else "best",
@@ -235,7 +240,9 @@ def latex(settings: Sequence[Setting]) -> str:
         "% to the best: difference, paired over what else differs, with its 95 % interval; n.s.: not told apart from 0",
     ]
     align = "l" * len(keys or [0]) + "r" * (len(head) - len(keys or [0])) + "l"
-    return "\n".join([*about, rf"\begin{{tabular}}{{@{{}}{align}@{{}}}}", *body, r"\end{tabular}", ""])
+    size = [r"\footnotesize\setlength{\tabcolsep}{4pt}"] if len(keys) > 1 else []  # for the width of an article
+    table = [rf"\begin{{tabular}}{{@{{}}{align}@{{}}}}", *body, r"\end{tabular}"]
+    return "\n".join([*about, r"\begingroup", *size, *table, r"\endgroup", ""])
 
 
 def sentence(settings: Sequence[Setting], unit: str = "", most: int = 3) -> str:

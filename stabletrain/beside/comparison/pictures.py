@@ -73,6 +73,10 @@ def canvas(file: Path, *, width: float, panels: int = 1, height: float = 3.6) ->
     figure, axes = pyplot.subplots(1, panels, figsize=(width, height), squeeze=False)
     yield list(axes[0])
     figure.tight_layout()
+    if legend := axes[0][-1].get_legend():  # high enough for all its names
+        needed = legend.get_window_extent().height / figure.dpi + height - axes[0][-1].bbox.height / figure.dpi
+        figure.set_figheight(max(height, needed))
+        figure.tight_layout()
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     pyplot.close(figure)
 
@@ -84,6 +88,12 @@ def check_name(file: Path) -> None:
     if not file.parent.is_dir():
         raise ConfigError(f"{file}: the folder {file.parent} does not exist: create it first")
 
+
+TWENTY_COLOURS = (
+    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
+    *("#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#c7c7c7", "#dbdb8d", "#9edae5"),
+)
+"""The ten default colours of matplotlib, and their light variants (its map tab20)."""
 
 WIDEST = 46
 """Maximum number of characters in a line of the legend. A longer name is wrapped."""
@@ -134,6 +144,8 @@ def draw_losses(
     lines = len(drawn) + len(alone[:MOST])
     with canvas(file, width=10.5, height=max(3.8, 1.2 + 0.2 * lines)) as (axis,):
         kinds: list[str] = []
+        if len(drawn) > 10:  # the default has ten colours
+            axis.set_prop_cycle(color=TWENTY_COLOURS)
         for unit in drawn:
             if isinstance(unit, Group):
                 kinds += draw_group(axis, unit, [run for run in alone[:MOST] if run in unit.runs], smooth)

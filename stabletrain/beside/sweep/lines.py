@@ -85,7 +85,9 @@ def closing(sweep: Sweep) -> str:
     best = min(records, key=lambda named: loss_of(named[1]), default=("", {}))
     if len(records) > 1 and math.isfinite(loss_of(best[1])):
         varied = sweep.varied(best[1].get("overrides", []))
-        lines.append(f"best     val loss {loss_of(best[1]):.3f}  {varied}  {sweep.folder / best[0]}")
+        # Of runs with several seeds, the lowest loss says little about its setting: `compare` has the means.
+        word = "lowest" if any(each.startswith("seed=") for each in varied.split()) else "best"
+        lines.append(f"{word:<8} val loss {loss_of(best[1]):.3f}  {varied}  {sweep.folder / best[0]}")
     for name, record in records:
         if record.get("status") not in ("finished", "running"):
             reason = " ".join(str(record.get("reason")).split())[:100]

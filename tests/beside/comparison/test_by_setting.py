@@ -5,7 +5,7 @@ import math
 import shutil
 import statistics
 import subprocess
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 
@@ -153,10 +153,29 @@ def test_tables_show_no_character_that_would_break_them(tmp_path):
     assert all(line.count(" | ") == 3 for line in markdown(settings).splitlines())
 
 
+def rated(folder):
+    """Writes runs that differ in two keys and the learning rate; returns the folder."""
+    cases = product(("fp32", "bf16_params"), ("none", "qknorm"), (0.001, 0.01), (0, 1, 2))
+    for number, (precision, stability, rate, seed) in enumerate(cases):
+        typed = [f"precision={precision}", f"stability={stability}", f"optimizer.lr={rate}", f"seed={seed}"]
+        write(folder / str(number), typed, 2.5 + 0.01 * (number % 5) + rate)
+    return folder
+
+
+def test_a_sweep_without_rates_is_compared_with_one_that_has_them(tmp_path):
+    sweep(tmp_path / "one")
+    rated(tmp_path / "other")
+    settings = settings_of(frame(tmp_path))
+    assert {each.rate for each in settings} == {None, 0.001, 0.01}
+    assert "|  | 2.485 ± 0.005 | 3 | best |" in markdown(settings)
+    assert "&  & 2.485 $\\pm$ 0.005 & 3/3 & best" in latex(settings)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs LaTeX")
-def test_the_latex_table_compiles(tmp_path):
-    table = latex(settings_of(frame(sweep(tmp_path / "sweep"))))
+@pytest.mark.parametrize("write_runs", [sweep, rated])
+def test_the_latex_table_compiles(tmp_path, write_runs):
+    table = latex(settings_of(frame(write_runs(tmp_path / "sweep"))))
     document = "\n".join([r"\documentclass{article}\usepackage{booktabs}\begin{document}", table, r"\end{document}"])
     (tmp_path / "t.tex").write_text(document)
     done = subprocess.run(["pdflatex", "-interaction=nonstopmode", "t.tex"], cwd=tmp_path, capture_output=True)

@@ -89,7 +89,7 @@ def test_the_closing_names_the_best_run_and_those_that_did_not_finish(tmp_path):
     ran(tmp_path / "3", RUNS[3], "preempted", reason="SIGTERM")
     assert lines.closing(sweep_of(tmp_path)._replace(count=5)).splitlines() == [
         f"sweep    5 runs, 2 finished, 1 failed, 1 preempted, 1 not started, in {tmp_path}",
-        f"best     val loss 2.250  seed=1  {tmp_path / '1'}",
+        f"lowest   val loss 2.250  seed=1  {tmp_path / '1'}",
         f"failed   seed=2  {tmp_path / '2'}  optimizer.lr=-1 is bad",
         f"preempted seed=3  {tmp_path / '3'}  SIGTERM",
         f"then     python train.py resume={tmp_path} runs what is missing or failed",
@@ -102,7 +102,7 @@ def test_a_sweep_whose_runs_all_finished_has_nothing_to_resume(tmp_path):
     for number in range(4):
         ran(folder / str(number), RUNS[number], loss=2.0 + number)
     told = lines.closing(sweep_of(folder)).splitlines()
-    assert [line.split()[0] for line in told] == ["sweep", "best", "next"]
+    assert [line.split()[0] for line in told] == ["sweep", "lowest", "next"]
     assert told[0] == f"sweep    4 runs, 4 finished, in {folder}"
     assert told[2] == f"next     stabletrain compare '{folder}'"
 
