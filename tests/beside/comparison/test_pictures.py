@@ -266,8 +266,8 @@ def test_applied_and_skipped_steps_are_separated(tmp_path):
 def test_a_picture_of_many_settings_is_high_enough_for_all_names_and_each_has_its_colour(tmp_path, figures):
     for number in range(18):
         lines = [{"step": step, "train/loss": 5.0 - step / 10 - number / 100} for step in range(1, 9)]
-        typed = [f"model.n_embd={16 * (number + 1)}", "a_key_with_a_long_name_that_takes_two_lines=and_a_long_value"]
-        write(tmp_path / "sweep" / str(number), [*typed, f"stability={number % 2}"], lines=lines)
+        typed = [f"a_key_whose_name_takes_a_whole_line_of_the_legend_{key}={number % (key + 1)}" for key in (1, 2, 17)]
+        write(tmp_path / "sweep" / str(number), typed, lines=lines)
     draw_losses(read_runs([tmp_path]), tmp_path / "many.png")
     [figure] = figures
     legend = figure.axes[0].get_legend()
