@@ -72,11 +72,9 @@ def canvas(file: Path, *, width: float, panels: int = 1, height: float = 3.6) ->
 
     figure, axes = pyplot.subplots(1, panels, figsize=(width, height), squeeze=False)
     yield list(axes[0])
+    if legend := axes[0][-1].get_legend():  # high enough for all its names, and an inch for the margins
+        figure.set_figheight(max(height, legend.get_window_extent().height / figure.dpi + 1))
     figure.tight_layout()
-    if legend := axes[0][-1].get_legend():  # high enough for all its names
-        needed = legend.get_window_extent().height / figure.dpi + height - axes[0][-1].bbox.height / figure.dpi
-        figure.set_figheight(max(height, needed))
-        figure.tight_layout()
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     pyplot.close(figure)
 
