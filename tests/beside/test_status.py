@@ -53,7 +53,7 @@ def submit(folder, job, count):
     runs = {str(number): ["steps=100", f"seed={number}"] for number in range(count)}
     found = [{"job": job, "gpu": "a100", "runs": runs, "tasks": {name: int(name) for name in runs}}]
     folder.mkdir(parents=True)
-    (folder / "slurm.json").write_text(json.dumps(found))
+    (folder / "slurm.json").write_text(json.dumps({"jobs": found}))
 
 
 def test_every_state_is_told_with_what_belongs_to_it(tmp_path, queue):
@@ -116,7 +116,8 @@ def test_the_newest_job_of_a_run_is_asked_for(tmp_path, queue):
     sweep = tmp_path / "sweep"
     submit(sweep, "17", 2)
     again = {"job": "20", "gpu": "a100", "runs": {"1": ["seed=1"]}, "tasks": {"1": 1}}
-    (sweep / "slurm.json").write_text(json.dumps([*json.loads((sweep / "slurm.json").read_text()), again]))
+    jobs = json.loads((sweep / "slurm.json").read_text())["jobs"]
+    (sweep / "slurm.json").write_text(json.dumps({"jobs": [*jobs, again]}))
     queue("17 1 COMPLETED", "20 1 PENDING")
     found = by_name(sweep)
     assert [(found[name].state, found[name].job) for name in "01"] == [("failed", "17_0"), ("queued", "20_1")]

@@ -15,7 +15,7 @@ RECORD = "slurm.json"
 
 
 class Submitted(TypedDict):
-    """A job of `slurm.json`, which lists all that were submitted from this folder.
+    """A job that was submitted.
 
     `job` is Slurm's number, `gpu` the section of cluster.conf. `runs` maps each run folder (`.` for this one) to its
     overrides, and `tasks` to its task of an array; empty if it is none.
@@ -27,18 +27,24 @@ class Submitted(TypedDict):
     tasks: dict[str, int]
 
 
+class Jobs(TypedDict):
+    """The content of `slurm.json`: all jobs that were submitted from its folder, the oldest first."""
+
+    jobs: list[Submitted]
+
+
 def record(job: Job, number: str) -> None:
     """Adds a job to the record of its folder."""
     runs = {str(n): job.overrides[n] for n in job.tasks} if job.tasks else {".": job.overrides[0]}
     tasks = {str(n): task for task, group in job.groups.items() for n in group}
     found = Submitted(job=number, gpu=job.card.name, runs=runs, tasks=tasks)
-    replace(job.folder / RECORD, json.dumps([*submitted(job.folder), found], indent=1) + "\n")
+    replace(job.folder / RECORD, json.dumps(Jobs(jobs=[*submitted(job.folder), found]), indent=1) + "\n")
 
 
 def submitted(folder: Path) -> list[Submitted]:
     """Returns the jobs that were submitted from a folder, oldest first; empty without a valid record."""
     try:
-        return read_record(folder / RECORD, list[Submitted])
+        return read_record(folder / RECORD, Jobs)["jobs"]
     except DamagedFile:
         return []
 

@@ -66,7 +66,9 @@ def test_only_a_finished_run_on_the_same_gpus_counts(tmp_path, monkeypatch, chan
 def test_the_section_that_a_run_was_submitted_with_counts_more_than_the_name_of_its_card(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = measured(Path("sweep/3"))
-    (folder.parent / "slurm.json").write_text(json.dumps([{"job": "7", "gpu": "big", "runs": {}, "tasks": {}}]))
+    (folder.parent / "slurm.json").write_text(
+        json.dumps({"jobs": [{"job": "7", "gpu": "big", "runs": {}, "tasks": {}}]})
+    )
     assert [len(measurements(Path("other"), gpu, 4)) for gpu in ("a100", "big")] == [0, 1]
 
 
@@ -103,7 +105,7 @@ def test_a_test_is_one_short_job_of_the_first_run_in_a_folder_of_its_own(launch,
     assert (
         "overrides=(seed=3 steps=20 log_every=1 eval_every=20 eval_batches=1 wandb=disabled warmup.steps=10)" in script
     )
-    assert json.loads(file.with_name("slurm.json").read_text())[0]["gpu"] == "a100"
+    assert json.loads(file.with_name("slurm.json").read_text())["jobs"][0]["gpu"] == "a100"
     both = launch("--dry-run", "--test", "--skip-unsupported", "--gpu", "a100,v100", "-m", "precision=bf16,fp16")[1]
     assert ["precision=bf16 " in each for each in both.split("#!/")[1:]] == [True, False]
     code, _, err = launch("--test", "resume=auto")
