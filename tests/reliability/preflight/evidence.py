@@ -1,0 +1,151 @@
+"""What shows that a planted fault is silent and real, and that a clean program is clean."""
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.reliability.preflight.faults import KINDS
+from tests.reliability.preflight.faults.fault import Program
+from tests.reliability.preflight.loop import Loop
+
+STEPS = 3
+LEAST = 0.01
+"""How far from the clean program a fault must bring the weights, relative to what they move, to be one."""
+
+HUGE = 1e10
+"""A gradient that fp32 optimizers survive: its square is far from the largest number."""
+
+
+@contextmanager
+def warned(program: Program) -> Iterator[None]:
+    """Ignores PyTorch's own warnings about a fault that says it has them."""
+    with warnings.catch_warnings():
+        if program.fault is not None and program.fault.warns:
+            warnings.simplefilter("ignore")
+        yield
+
+
+def flat(values: Any, name: str = "") -> dict[str, Any]:
+    """Returns the tensors and numbers of nested dictionaries and lists, by their path."""
+    if isinstance(values, dict):
+        return {key: each for part, value in values.items() for key, each in flat(value, f"{name}.{part}").items()}
+    if isinstance(values, (list, tuple)):
+        return flat(dict(enumerate(values)), name)
+    return {name: values}
+
+
+def state(loop: Loop) -> dict[str, Any]:
+    """Returns copies of all that training changes, buffers outside of `state_dict` included."""
+    found = {name: each.state_dict() for name, each in loop.stateful().items()}
+    buffers = dict(loop.model.named_buffers())
+    found = flat({**found, "buffers": buffers, "position": loop.position})
+    return {name: each.clone() if isinstance(each, Tensor) else each for name, each in found.items()}
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two values are equal, bit for bit."""
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return one.shape == two.shape and torch.equal(torch.nan_to_num(one), torch.nan_to_num(two))
+    return type(one) is type(two) and (callable(one) or one == two)
+
+
+def differ(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
+    """Returns the names of what differs."""
+    return [name for name in {**one, **two} if name not in one or name not in two or not same(one[name], two[name])]
+
+
+def finite(values: dict[str, Any]) -> bool:
+    """Whether all numbers are finite."""
+    return all(bool(each.isfinite().all()) for each in values.values() if isinstance(each, Tensor))
+
+
+def trained(program: Program, steps: int = STEPS) -> tuple[Loop, list[float]]:
+    """Trains a fresh loop; returns it and its losses. Each step draws its own numbers, whatever was drawn before."""
+    with warned(program):
+        loop, losses = program.make(), []
+        for step in range(steps):
+            torch.manual_seed(100 + step)
+            random.seed(100 + step)
+            if hasattr(loop, "noise"):
+                loop.noise.manual_seed(100 + step)
+            losses.append(float(loop.step(loop.next_batch())))
+    return loop, losses
+
+
+def silent(program: Program) -> bool:
+    """Whether three steps give finite losses, weights and moments (the scaler's first steps aside), and no error."""
+    loop, losses = trained(program)
+    return finite({"losses": torch.tensor(losses), **state(loop)})
+
+
+def trains_otherwise(program: Program) -> float:
+    """Returns how far the weights are from the clean program's after three steps, relative to what they moved.
+
+    Infinity if the loss scale is another one.
+    """
+    ours, clean, start = state(trained(program)[0]), state(trained(program.clean)[0]), state(program.clean.make())
+    if any(name in ours and not same(ours[name], clean[name]) for name in clean if name.startswith(".scaler")):
+        return float("inf")
+    parameters = [f".model.{name}" for name, _ in program.clean.make().model.named_parameters()]
+    both = [name for name in parameters if name in ours and ours[name].shape == clean[name].shape]
+    return max(float((ours[name] - clean[name]).norm() / (clean[name] - start[name]).norm()) for name in both)
+
+
+def resume_differs(program: Program) -> list[str]:
+    """Returns what differs after one more step between a loop and a fresh one that loaded its state."""
+    loop, _ = trained(program)
+    saved = loop.save()
+    loop.step(loop.next_batch())
+    fresh = program.make()
+    fresh.load(saved)
+    fresh.step(fresh.next_batch())
+    return differ(state(loop), state(fresh))
+
+
+def data_differ(program: Program) -> bool:
+    """Whether batches of some step and rank differ from the clean program's."""
+    ours, clean = program.make(), program.clean.make()
+    places = [(step, rank) for step in range(2 * clean.epoch) for rank in range(clean.ranks)]
+    return any(not all(map(same, ours.batch(*place), clean.batch(*place))) for place in places)
+
+
+def special_steps(program: Program) -> dict[str, bool]:
+    """Returns whether weights and moments stay finite in a step with zero gradients, huge ones, and weights of 0.
+
+    Each as the first step, and after one.
+    """
+    return {
+        kind: all(finite(state(special(kind, program, before))) for before in (0, 1))
+        for kind in ("zero_gradient", "huge_gradient", "zero_weights")
+    }
+
+
+def special(kind: str, program: Program, before: int) -> Loop:
+    """Takes so many steps and then a special one; returns the loop."""
+    loop, _ = trained(program, before)
+    for optimizer in loop.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, HUGE if kind == "huge_gradient" else 0.0)
+                if kind == "zero_weights":
+                    parameter.data.zero_()
+                    parameter.grad.fill_(0.01)
+        optimizer.step()
+    return loop
+
+
+def real(program: Program) -> bool:
+    """Whether a fault changes what it is about."""
+    group = KINDS[program.fault.kind] if program.fault is not None else ""
+    if group == "resume":
+        return bool(resume_differs(program))
+    if group == "data":
+        return data_differ(program)
+    if group == "optimizer":
+        return not special_steps(program)[program.fault.kind]
+    return trains_otherwise(program) > LEAST
