@@ -1,7 +1,7 @@
 """The clean programs, of which no check may say that something is wrong.
 
-The ten loops; variants of them that look like a fault and are none; and the healthy programs of this project. What looks
-like a fault, and why it is none, stands at each variant.
+The ten loops; variants of them that look like a fault and are none, each with a line on what looks like one; and the
+healthy programs of this project.
 """
 
 import copy
@@ -164,6 +164,7 @@ class CompiledGPT(SmallGPT):
 
     def make_optimizers(self):
         super().make_optimizers()
+        torch.compiler.reset()
         self.compiled, self.network = True, torch.compile(self.model, backend="eager")
 
 
@@ -217,8 +218,9 @@ class StopGradient(Contrastive):
 
     def criterion(self, batch):
         one, two = (self.model.image(each).float() for each in batch)
-        alike = F.cosine_similarity(self.model.text(one), two.detach()), F.cosine_similarity(
-            self.model.text(two), one.detach()
+        alike = (
+            F.cosine_similarity(self.model.text(one), two.detach()),
+            F.cosine_similarity(self.model.text(two), one.detach()),
         )
         return -(alike[0] + alike[1]).mean() / 2
 
@@ -273,6 +275,14 @@ class ZeroedAfter(MLP):
         return loss
 
 
+class SkipsNotFinite(MLP):
+    """Skips a step that is not finite, and zeroes its gradients."""
+
+    def update(self):
+        if all(each.grad.isfinite().all() for each in self.model.parameters()):
+            super().update()
+
+
 class ConstantSchedule(MLP):
     """A scheduler whose learning rate does not change."""
 
@@ -323,8 +333,14 @@ class LargeVocabulary(SmallGPT):
 
 VARIANTS: list[tuple[type[Loop], dict]] = [
     *((each, {}) for each in (FullBatch, ZeroHead, LoRA, FrozenInGroup, FrozenNorms, UnitImages, NormOfMicroBatches)),
-    *((each, {}) for each in (EvenMeans, SumOfLosses, MaskedTokens, MatricesApart, CompiledGPT, TruncatedRNN, Quantized)),
-    *((each, {}) for each in (FirstOverflows, StopGradient, EpochSchedule, RareExpert, LargeEps, ZeroedAfter)),
+    *(
+        (each, {})
+        for each in (EvenMeans, SumOfLosses, MaskedTokens, MatricesApart, CompiledGPT, TruncatedRNN, Quantized)
+    ),
+    *(
+        (each, {})
+        for each in (FirstOverflows, StopGradient, EpochSchedule, RareExpert, LargeEps, ZeroedAfter, SkipsNotFinite)
+    ),
     *((each, {}) for each in (ConstantSchedule, Untied, Evaluates, Weighted, LargeVocabulary)),
     *((each, {"precision": "fp16"}) for each in (CNN, SmallGPT, Checkpointed)),
     *((each, {"precision": "bf16"}) for each in (MLP, CNN, SmallGPT, VAE)),
@@ -368,10 +384,11 @@ class Recorder:
 
 
 class RecordedData:
-    """Batches that were recorded; no epochs, and one rank."""
+    """Batches that were recorded, on one rank; a program whose batch is always the same has epochs of one batch."""
 
     def __init__(self, batches):
-        self.batches = batches
+        whole = all(all(map(torch.equal, each, batches[0])) for each in batches)
+        self.batches = batches[:1] if whole else batches
 
     def __len__(self):
         return len(self.batches)

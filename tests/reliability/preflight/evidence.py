@@ -93,7 +93,9 @@ def trains_otherwise(program: Program) -> float:
         return float("inf")
     parameters = [f".model.{name}" for name, _ in program.clean.make().model.named_parameters()]
     both = [name for name in parameters if name in ours and ours[name].shape == clean[name].shape]
-    return max(float((ours[name] - clean[name]).norm() / (clean[name] - start[name]).norm()) for name in both)
+    moved = {name: float((clean[name] - start[name]).norm()) for name in both}
+    apart = {name: float((ours[name] - clean[name]).norm()) for name in both}
+    return max(apart[name] / moved[name] for name in both if moved[name])
 
 
 def resume_differs(program: Program) -> list[str]:
@@ -139,9 +141,21 @@ def special(kind: str, program: Program, before: int) -> Loop:
     return loop
 
 
+def recovers(program: Program) -> bool:
+    """Whether the step after one with NaN in its inputs, which the loop skips, moves the weights and is finite."""
+    loop, _ = trained(program, 1)
+    loop.step(tuple(each * torch.nan for each in loop.next_batch()))
+    weights = {name: each.detach().clone() for name, each in loop.model.named_parameters()}
+    loop.step(loop.next_batch())
+    return finite(state(loop)) and bool(differ(weights, dict(loop.model.named_parameters())))
+
+
 def real(program: Program) -> bool:
     """Whether a fault changes what it is about."""
-    group = KINDS[program.fault.kind] if program.fault is not None else ""
+    assert program.fault is not None
+    group = KINDS[program.fault.kind]
+    if program.fault.kind == "nan_stays":
+        return not recovers(program)
     if group == "resume":
         return bool(resume_differs(program))
     if group == "data":

@@ -44,22 +44,25 @@ class Data:
 class Loop:
     """A training loop of a user's own.
 
-    A check may use these names, and a fresh loop from the function that makes one; it knows nothing else of a loop.
+    A check may use the names below, and a function that makes a fresh loop as the script does when it starts
+    (`Program.make`); it knows nothing else of a loop. All of them a user has, most as a line of the script.
 
     Attributes:
-        model: the model whose weights are trained.
+        model: whose weights are trained.
         optimizers: one, or several that step one after the other.
         schedulers: of the learning rate.
         scaler: the `GradScaler`, or None.
-        others: what else training changes and a resume must restore, by name: an average of the weights, a normalizer.
+        others: what else training changes and a resume must restore, by name, such as an average of the weights.
         precision: of `loss`: `fp32`, `bf16` or `fp16` under autocast, or `fp16_params` if the weights are in fp16.
         compiled: whether `loss` runs a compiled model.
         epoch: number of batches after which the data begin anew.
         ranks: number of ranks that the data are divided among.
 
-        batch(step, rank=0): a tuple of inputs and targets; only inputs if there are no targets. Depends on nothing else.
+    Functions:
+        batch(step, rank=0): the tensors that `loss` takes, such as inputs and targets. Depends on nothing else.
         next_batch(): the batch at the loop's position in the data, which moves on.
-        loss(batch): the mean loss over the batch's targets, as the loop computes it, without backward.
+        loss(batch): the mean loss over the batch's targets, without backward, in the loop's mode and precision.
+        step(batch): one training step as the loop does it, with the batch of `next_batch`; returns the loss.
         save(): everything that a resume needs, as it would be written to a file.
         load(state): what a resume does with it, in a fresh loop.
 

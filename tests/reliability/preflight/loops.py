@@ -143,9 +143,7 @@ class VAE(Loop):
 
     def make_data(self):
         generator = drawn(4)
-        return Data(
-            torch.randn(64, 3, generator=generator) @ torch.randn(3, 10, generator=generator) / 3**0.5, size=16
-        )
+        return Data(torch.randn(64, 3, generator=generator) @ torch.randn(3, 10, generator=generator) / 3**0.5, size=16)
 
     def make_model(self):
         return Autoencoder(10)

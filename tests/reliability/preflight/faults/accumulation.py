@@ -60,7 +60,7 @@ class DividedByPlaces(Fault):
 class NotDivided(Fault):
     """The means of the micro-batches are added up."""
 
-    kind, loops = "not_divided", ("accumulation", "rnn", "mlp")
+    kind, loops = "not_divided", ("accumulation", "rnn", "gpt")
     says = "the gradient is as many times too long as there are micro-batches: divide the loss"
     points_at, options = ("backward", "micro"), {"micro_size": 2}
 
@@ -105,7 +105,7 @@ class LastDividedAsOthers(Fault):
 
     kind, loops = "last_partial", ("accumulation", "rnn")
     says = "the gradient of the epoch's last batch is too short: divide by its own number of micro-batches"
-    points_at, options = ("backward", "micro"), {"micro_size": 2}
+    points_at, options = ("backward", "micro"), {"micro_size": 2, "max_norm": 0.0}
 
     def backward(self, batch):
         usual = len(self.batch(0)[0])
@@ -142,7 +142,7 @@ class MeanOverUsualSize(Fault):
 
     kind, loops = "last_partial", ("mlp", "cnn")
     says = "the loss of the epoch's last batch is too small: divide by its own number of rows"
-    points_at = ("backward", "loss")
+    points_at, options = ("backward", "loss"), {"max_norm": 0.0}
 
     def make_data(self):
         data = super().make_data()

@@ -79,6 +79,44 @@ class OneBatchLater(Fault):
         return super().batch(step + rank)  # here
 
 
+# ---- one rank's shard has no labels
+
+
+class ShardWithoutLabels(Fault):
+    """The file with the labels of the last shard is missing, and all its targets are ignored."""
+
+    kind, loops = "shard_without_labels", ("gpt", "rnn")
+    says = "all targets of rank 1 are ignored"
+    points_at = ("rank", "target")
+
+    def batch(self, step, rank=0):
+        x, y = super().batch(step, rank)
+        return x, y if rank == 0 else torch.full_like(y, IGNORED)  # here
+
+
+class ShardOfOneClass(Fault):
+    """Rows are sorted by label, and the last rank has one label only."""
+
+    kind, loops = "shard_without_labels", ("cnn", "amp", "finetune")
+    says = "all labels of rank 1 are the same one"
+    points_at = ("rank", "target", "label")
+
+    def batch(self, step, rank=0):
+        x, y = super().batch(step, rank)
+        return x, y if rank == 0 else torch.full_like(y, self.classes - 1)  # here
+
+
+class ShardOfZeros(Fault):
+    """The last shard was allocated and never filled: inputs and targets are 0."""
+
+    kind, loops = "shard_without_labels", ("mlp", "contrastive")
+    says = "all inputs and targets of rank 1 are 0"
+    points_at = ("rank", "target", "input")
+
+    def batch(self, step, rank=0):
+        return tuple(each * (1 - rank) for each in super().batch(step, rank))  # here
+
+
 # ---- constant targets
 
 

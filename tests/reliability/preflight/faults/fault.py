@@ -18,8 +18,8 @@ class Fault:
         loops: names of the loops that it is planted in.
         says: what a check should say.
         points_at: what a check should name, at least one of them, by the beginning of the name: parameters, modules,
-            or what a state holds (`optimizers.0`, `optimizers.0.param_groups[1].weight_decay`, `position`); in optimizers
-            and losses of the loop's own, names of the code.
+            parts of the state (`optimizers.0`, `optimizers.0.param_groups[1].weight_decay`, `position`), or names of the
+            code, where it is the user's own (an optimizer, an autograd function).
         options: of the loop.
         warns: whether PyTorch itself warns.
     """
@@ -64,9 +64,7 @@ class Program:
 
 def planted(fault: type[Fault]) -> list[Program]:
     """Returns the programs with this fault, one for each of its loops."""
-    return [
-        Program(f"{fault.kind}/{fault.__name__}/{name}", LOOPS[name], fault.options, fault) for name in fault.loops
-    ]
+    return [Program(f"{fault.kind}/{fault.__name__}/{name}", LOOPS[name], fault.options, fault) for name in fault.loops]
 
 
 def become(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:

@@ -449,6 +449,7 @@ def compiled(model, replace):
         graph.recompile()
         return graph.forward
 
+    torch.compiler.reset()  # else PyTorch stops compiling after a few fresh models, and the fault is gone
     return torch.compile(model, backend=backend)
 
 
@@ -478,7 +479,10 @@ class FusedActivation(Fault):
 
     def make_optimizers(self):
         super().make_optimizers()
-        self.compiled, self.network = True, compiled(self.model, lambda node: quick_gelu if node.target is F.gelu else None)
+        self.compiled, self.network = (
+            True,
+            compiled(self.model, lambda node: quick_gelu if node.target is F.gelu else None),
+        )
 
 
 class MaskShifted(Fault):
@@ -502,10 +506,12 @@ class FusedNormalization(Fault):
 
     def make_optimizers(self):
         super().make_optimizers()
-        self.compiled, self.network = True, compiled(self.model, lambda node: frozen_statistics if is_batch_norm(node) else None)
+        self.compiled, self.network = (
+            True,
+            compiled(self.model, lambda node: frozen_statistics if is_batch_norm(node) else None),
+        )
 
 
 def is_batch_norm(node):
     """Whether a node of a graph calls batch normalization."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "batch_norm"
-

@@ -81,11 +81,14 @@ class EpsOfZero(Fault):
         return super().make_model().half()
 
     def make_optimizers(self):
-        self.optimizers = [torch.optim.Adam(self.model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)]  # here
+        self.optimizers = [torch.optim.Adam(self.model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-8)]  # here
 
     def criterion(self, batch):
         x, y = batch
-        return 500 * super().criterion((x.half(), y))
+        return 3000 * super().criterion((x.half(), y))
+
+    def clip(self):
+        nn.utils.clip_grad_value_(self.model.parameters(), 100.0)
 
 
 class EpsAboveVariance(Fault):

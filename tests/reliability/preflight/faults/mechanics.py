@@ -197,7 +197,7 @@ class RateSetBack(Fault):
 class NeverZeroed(Fault):
     """`zero_grad` is never called."""
 
-    kind, loops = "not_zeroed", ("mlp", "rnn", "amp", "vae")
+    kind, loops = "not_zeroed", ("mlp", "rnn", "accumulation", "vae")
     says = "the gradients of the step before are still there: call optimizer.zero_grad()"
     points_at = ("zero_grad", "gradient", "optimizers.0")
 
@@ -226,6 +226,67 @@ class ZeroedEverySecond(Fault):
     def zero_grad(self):
         if self.position % 2:  # here
             super().zero_grad()
+
+
+# ---- gradients are not zeroed after a step that the loop skips because it is not finite
+
+
+class SkipsBeforeZeroing(Fault):
+    """A step whose loss is not finite is left before the gradients are zeroed, at its end."""
+
+    kind, loops = "nan_stays", ("mlp", "vae")
+    says = "after a step that was skipped for its NaN, the next ones are NaN too: its gradients are not zeroed"
+    points_at = ("zero_grad", "gradient", "optimizers.0")
+
+    def step(self, batch):
+        loss = self.backward(batch)
+        if not loss.isfinite():
+            return loss  # here
+        self.clip()
+        self.update()
+        self.schedule()
+        self.zero_grad()
+        return loss
+
+
+class SkipsByNorm(Fault):
+    """A step whose gradient norm is not finite keeps its gradients."""
+
+    kind, loops = "nan_stays", ("contrastive", "mlp")
+    says = "after a step that was skipped for its NaN, the next ones are NaN too: its gradients are not zeroed"
+    points_at = ("zero_grad", "gradient", "optimizers.0")
+
+    def step(self, batch):
+        loss = self.backward(batch)
+        if nn.utils.clip_grad_norm_(self.model.parameters(), 1e9).isfinite():
+            self.clip()
+            self.update()
+            self.schedule()
+            self.zero_grad()  # here
+        return loss
+
+
+class ZeroedIfApplied(Fault):
+    """Gradients are zeroed before a step only if the one before was applied."""
+
+    kind, loops = "nan_stays", ("mlp", "contrastive")
+    says = "after a step that was skipped for its NaN, the next ones are NaN too: its gradients are not zeroed"
+    points_at = ("zero_grad", "gradient", "optimizers.0")
+    applied = True
+
+    def zero_grad(self):
+        if self.applied:  # here
+            super().zero_grad()
+
+    def step(self, batch):
+        self.zero_grad()
+        loss = self.backward(batch)
+        self.applied = bool(all(each.grad.isfinite().all() for each in self.model.parameters()))
+        if self.applied:
+            self.clip()
+            self.update()
+            self.schedule()
+        return loss
 
 
 # ---- the optimizer holds parameters that the model no longer has
@@ -318,7 +379,9 @@ class LayerInList(Fault):
     """A layer in a plain list is no parameter of the model."""
 
     kind, loops = "in_no_group", ("mlp", "amp")
-    says = "two tensors that require gradients are used by the loss and are no parameters of the model: use a ModuleList"
+    says = (
+        "two tensors that require gradients are used by the loss and are no parameters of the model: use a ModuleList"
+    )
     points_at = ("layers",)
 
     def make_model(self):

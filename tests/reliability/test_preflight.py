@@ -1,0 +1,91 @@
+"""Preflight's proof set: each planted fault is silent and real, and each clean program is clean.
+
+The table: `python -m tests.reliability.preflight`.
+"""
+
+import inspect
+from collections import Counter
+
+import pytest
+
+from tests.reliability.preflight import evidence
+from tests.reliability.preflight.clean import CLEAN
+from tests.reliability.preflight.faults import FAULTY, GROUPS, KINDS
+from tests.reliability.preflight.faults.fault import Fault, Program
+from tests.reliability.preflight.loops import LOOPS
+
+QUICK = ("wrong_factor", "mean_of_means", "clip_before_unscale", "optimizer_not_restored", "eps", "zero_gradient")
+"""Kinds of the fast tier."""
+
+QUICK_CLEAN = ("mlp", "gpt", "FirstOverflows", "healthy/physics")
+"""Clean programs of the fast tier."""
+
+WORDS = (
+    *(
+        "backward",
+        "micro",
+        "loss",
+        "clip",
+        "hook",
+        "scaler",
+        "zero_grad",
+        "gradient",
+        "eps",
+        "model",
+        "layers",
+        "scale",
+    ),
+    *("batch", "data", "rank", "input", "target", "label", "ignore", "position", "random", "torch", "noise"),
+    *("generator", "softmax", "cross_entropy"),
+)
+"""What a check can point at that is no name of a state or a class."""
+
+
+def test_three_variants_of_each_kind_and_thirty_clean_programs():
+    kinds = Counter(fault.kind for faults in GROUPS.values() for fault in faults)
+    assert set(kinds.values()) == {3}
+    assert len(kinds) >= 40
+    assert len({program.name for program in FAULTY}) == len(FAULTY)
+    assert len({program.name for program in CLEAN}) == len(CLEAN) >= 30
+    assert len(LOOPS) == 10
+
+
+@pytest.mark.slow(unless=lambda kind: kind in QUICK)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_fault_is_silent_and_real(kind):
+    for program in (each for each in FAULTY if each.fault.kind == kind):
+        assert evidence.silent(program), program.name
+        assert evidence.real(program), program.name
+
+
+@pytest.mark.parametrize("kind", ["wrong_factor", "optimizer_not_restored", "ranks_same", "zero_gradient", "nan_stays"])
+def test_a_fault_that_changes_nothing_is_none(kind):
+    nothing = type("Nothing", (Fault,), {"kind": kind})
+    loop = next(each for each in CLEAN if each.name == "SkipsNotFinite").loop
+    assert not evidence.real(Program("nothing", loop, {}, nothing))
+
+
+@pytest.mark.slow(unless=lambda fault: fault.kind in QUICK)
+@pytest.mark.parametrize("fault", [each for faults in GROUPS.values() for each in faults])
+def test_a_fault_says_where_it_is(fault):
+    """What it points at is part of the loop's state or names a class or a word."""
+    assert fault.says
+    assert inspect.getdoc(fault) != inspect.getdoc(Fault)
+    names = {*WORDS, *vars(inspect.getmodule(fault))}
+    for program in (each for each in FAULTY if each.fault is fault):
+        with evidence.warned(program):
+            loop = program.make()
+        names |= {name for name, _ in loop.model.named_modules()} | {name[1:] for name in evidence.state(loop)}
+        names |= {name[len(".model.") :] for name in evidence.state(loop)}
+    for point in fault.points_at:
+        assert any(name.startswith(point.partition("[")[0]) for name in names), point
+
+
+@pytest.mark.slow(unless=lambda program: program.name in QUICK_CLEAN)
+@pytest.mark.parametrize("program", CLEAN, ids=lambda program: program.name)
+def test_a_clean_program_trains_and_resumes_bit_for_bit(program):
+    assert evidence.silent(program)
+    loop, _ = evidence.trained(program)
+    assert evidence.differ(evidence.state(program.make()), evidence.state(loop))
+    assert evidence.resume_differs(program) == []
+    assert all(evidence.special_steps(program).values())
