@@ -4,8 +4,8 @@
 
 Written before the checks, which are to be measured on it: at least 90 % of the planted faults found, and no false word
 on a clean program. A fault is found if a check says that something is wrong and names one of the fault's `points_at`.
-A check may also state what it saw as a note (a `detach` on the way, an eps that is not the usual one): only what it calls
-a fault counts.
+A check may also state what it saw as a note (a `detach` on the way, an eps that is not the usual one): only what it
+calls a fault counts.
 
     loop.py      what a check is given of a loop, and the training step
     loops.py     ten loops, with their options

@@ -18,8 +18,8 @@ class Fault:
         loops: names of the loops that it is planted in.
         says: what a check should say.
         points_at: what a check should name, at least one of them, by the beginning of the name: parameters, modules,
-            parts of the state (`optimizers.0`, `optimizers.0.param_groups[1].weight_decay`, `position`), or names of the
-            code, where it is the user's own (an optimizer, an autograd function).
+            parts of the state (`optimizers.0`, `optimizers.0.param_groups[1].weight_decay`, `position`), or names
+            of code, where it is the user's own (an optimizer, an autograd function).
         options: of the loop.
         warns: whether PyTorch itself warns.
     """
