@@ -5,6 +5,7 @@ healthy programs of this project.
 """
 
 import copy
+import math
 import random
 
 import torch
@@ -332,6 +333,71 @@ class LargeVocabulary(SmallGPT):
         return GPT(self.vocabulary, TIME)
 
 
+class LearntScale(Contrastive):
+    """Similarities times 100, the most that CLIP allows: large inputs of a softmax, as after long training."""
+
+    def make_model(self):
+        model = super().make_model()
+        nn.init.constant_(model.log_scale, math.log(100))
+        return model
+
+
+class Residual(MLP):
+    """A residual that is to be 0: constant targets, made in the loss."""
+
+    def criterion(self, batch):
+        x, y = batch
+        residual = self.network(x).float() - y
+        return F.mse_loss(residual, torch.zeros_like(residual))
+
+
+class Discriminator(MLP):
+    """Real rows are to be 1 and shuffled ones 0: two losses whose targets are constant."""
+
+    def criterion(self, batch):
+        x, _ = batch
+        real, fake = self.network(x), self.network(x.roll(1, 0) * x.roll(1, 1).sign())
+        ones, zeros = torch.ones_like(real), torch.zeros_like(fake)
+        return F.binary_cross_entropy_with_logits(real, ones) + F.binary_cross_entropy_with_logits(fake, zeros)
+
+
+class Distilled(AMP):
+    """A frozen teacher within the model, in eval mode, used without gradients and in no group."""
+
+    def make_model(self):
+        model = super().make_model()
+        model.teacher = copy.deepcopy(model).requires_grad_(False).eval()
+        return model
+
+    def make_optimizers(self):
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizers, self.schedulers = [torch.optim.AdamW(trained, lr=1e-2)], []
+
+    def criterion(self, batch):
+        x, y = batch
+        logits = self.network(x).float()
+        with torch.no_grad():
+            soft = self.model.teacher(x + 0.1).float().softmax(1)
+        return F.cross_entropy(logits, y) + F.cross_entropy(logits, soft)
+
+
+class Plateau(MLP):
+    """A scheduler that lowers the learning rate when the loss stops falling: it steps once an epoch, with the loss."""
+
+    def make_optimizers(self):
+        self.optimizers = [torch.optim.AdamW(self.model.parameters(), lr=1e-2)]
+        self.schedulers = [torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizers[0])]
+
+    def schedule(self):
+        pass
+
+    def step(self, batch):
+        loss = super().step(batch)
+        if self.position % self.epoch == 0:
+            self.schedulers[0].step(loss)
+        return loss
+
+
 VARIANTS: list[tuple[type[Loop], dict]] = [
     *((each, {}) for each in (FullBatch, ZeroHead, LoRA, FrozenInGroup, FrozenNorms, UnitImages, NormOfMicroBatches)),
     *(
@@ -343,6 +409,7 @@ VARIANTS: list[tuple[type[Loop], dict]] = [
         for each in (FirstOverflows, StopGradient, EpochSchedule, RareExpert, LargeEps, ZeroedAfter, SkipsNotFinite)
     ),
     *((each, {}) for each in (ConstantSchedule, Untied, Evaluates, Weighted, LargeVocabulary)),
+    *((each, {}) for each in (LearntScale, Residual, Discriminator, Distilled, Plateau)),
     *((each, {"precision": "fp16"}) for each in (CNN, SmallGPT, Checkpointed)),
     *((each, {"precision": "bf16"}) for each in (MLP, CNN, SmallGPT, VAE)),
     (MLP, {"ema": True, "max_norm": 0.0}),

@@ -78,7 +78,7 @@ def trained(program: Program, steps: int = STEPS) -> tuple[Loop, list[float]]:
 
 
 def silent(program: Program) -> bool:
-    """Whether three steps give finite losses, weights and moments (the scaler's first steps aside), and no error."""
+    """Whether three steps give finite losses, weights and moments, and no error."""
     loop, losses = trained(program)
     return finite({"losses": torch.tensor(losses), **state(loop)})
 
