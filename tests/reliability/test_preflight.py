@@ -75,10 +75,18 @@ def test_a_fault_says_where_it_is(fault):
     for program in (each for each in FAULTY if each.fault is fault):
         with evidence.warned(program):
             loop = program.make()
-        names |= {name for name, _ in loop.model.named_modules()} | {name[1:] for name in evidence.state(loop)}
-        names |= {name[len(".model.") :] for name in evidence.state(loop)}
+        names |= {name for name, _ in loop.model.named_modules()} | evidence.state(loop).keys()
     for point in fault.points_at:
-        assert any(name.startswith(point.partition("[")[0]) for name in names), point
+        assert any(name.startswith(point) for name in names), point
+
+
+@pytest.mark.slow(unless=lambda kind: kind in QUICK)
+@pytest.mark.parametrize("kind", [kind for kind, group in KINDS.items() if group == "resume"])
+def test_right_after_the_load_nothing_differs_but_what_a_fault_points_at(kind):
+    for program in (each for each in FAULTY if each.fault.kind == kind):
+        wrong = evidence.resumed(program, 0)
+        assert wrong or kind == "generator_not_restored", program.name
+        assert all(name.startswith(program.fault.points_at) for name in wrong), (program.name, wrong)
 
 
 @pytest.mark.slow(unless=lambda program: program.name in QUICK_CLEAN)
@@ -87,5 +95,5 @@ def test_a_clean_program_trains_and_resumes_bit_for_bit(program):
     assert evidence.silent(program)
     loop, _ = evidence.trained(program)
     assert evidence.differ(evidence.state(program.make()), evidence.state(loop))
-    assert evidence.resume_differs(program) == []
+    assert evidence.resumed(program, 1) == []
     assert all(evidence.special_steps(program).values())

@@ -31,19 +31,21 @@ def warned(program: Program) -> Iterator[None]:
 
 
 def flat(values: Any, name: str = "") -> dict[str, Any]:
-    """Returns the tensors and numbers of nested dictionaries and lists, by their path."""
+    """Returns the tensors and numbers of nested dictionaries and lists by path: `optimizers.0.param_groups[1].lr`."""
     if isinstance(values, dict):
-        return {key: each for part, value in values.items() for key, each in flat(value, f"{name}.{part}").items()}
-    if isinstance(values, (list, tuple)):
-        return flat(dict(enumerate(values)), name)
-    return {name: values}
+        parts = {f"{name}.{key}".removeprefix("."): value for key, value in values.items()}
+    elif isinstance(values, (list, tuple)):
+        parts = {f"{name}[{index}]": value for index, value in enumerate(values)}
+    else:
+        return {name: values}
+    return {path: each for part, value in parts.items() for path, each in flat(value, part).items()}
 
 
 def state(loop: Loop) -> dict[str, Any]:
-    """Returns copies of all that training changes, buffers outside of `state_dict` included."""
-    found = {name: each.state_dict() for name, each in loop.stateful().items()}
-    buffers = dict(loop.model.named_buffers())
-    found = flat({**found, "buffers": buffers, "position": loop.position})
+    """Returns copies of all that training changes; parameters and buffers by their names alone."""
+    found = {name: each.state_dict() for name, each in loop.stateful().items() if name != "model"}
+    weights = {**loop.model.state_dict(), **dict(loop.model.named_buffers())}  # those that are not persistent too
+    found = flat({**weights, **found, "position": loop.position})
     return {name: each.clone() if isinstance(each, Tensor) else each for name, each in found.items()}
 
 
@@ -89,24 +91,30 @@ def trains_otherwise(program: Program) -> float:
     Infinity if the loss scale is another one.
     """
     ours, clean, start = state(trained(program)[0]), state(trained(program.clean)[0]), state(program.clean.make())
-    if any(name in ours and not same(ours[name], clean[name]) for name in clean if name.startswith(".scaler")):
+    if any(name in ours and not same(ours[name], clean[name]) for name in clean if name.startswith("scaler")):
         return float("inf")
-    parameters = [f".model.{name}" for name, _ in program.clean.make().model.named_parameters()]
+    parameters = [name for name, _ in program.clean.make().model.named_parameters()]
     both = [name for name in parameters if name in ours and ours[name].shape == clean[name].shape]
     moved = {name: float((clean[name] - start[name]).norm()) for name in both}
     apart = {name: float((ours[name] - clean[name]).norm()) for name in both}
     return max(apart[name] / moved[name] for name in both if moved[name])
 
 
-def resume_differs(program: Program) -> list[str]:
-    """Returns what differs after one more step between a loop and a fresh one that loaded its state."""
+def resumed(program: Program, steps: int) -> list[str]:
+    """Returns what differs between a loop and a fresh one that loaded its state, both after so many more steps."""
     loop, _ = trained(program)
     saved = loop.save()
-    loop.step(loop.next_batch())
+    take(loop, steps)
     fresh = program.make()
     fresh.load(saved)
-    fresh.step(fresh.next_batch())
+    take(fresh, steps)
     return differ(state(loop), state(fresh))
+
+
+def take(loop: Loop, steps: int) -> None:
+    """Takes so many steps."""
+    for _ in range(steps):
+        loop.step(loop.next_batch())
 
 
 def data_differ(program: Program) -> bool:
@@ -157,7 +165,7 @@ def real(program: Program) -> bool:
     if program.fault.kind == "nan_stays":
         return not recovers(program)
     if group == "resume":
-        return bool(resume_differs(program))
+        return bool(resumed(program, 1))
     if group == "data":
         return data_differ(program)
     if group == "optimizer":
