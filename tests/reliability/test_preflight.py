@@ -14,7 +14,7 @@ from tests.reliability.preflight.faults import FAULTY, GROUPS, KINDS
 from tests.reliability.preflight.faults.fault import Fault, Program
 from tests.reliability.preflight.loops import LOOPS
 
-QUICK = ("wrong_factor", "mean_of_means", "clip_before_unscale", "optimizer_not_restored", "eps", "zero_gradient")
+QUICK = ("wrong_factor", "last_partial", "scaler_not_restored", "label_range", "near_range", "zero_gradient")
 """Kinds of the fast tier."""
 
 QUICK_CLEAN = ("mlp", "gpt", "FirstOverflows", "healthy/physics")
