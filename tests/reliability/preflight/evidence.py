@@ -79,18 +79,17 @@ def trained(program: Program, steps: int = STEPS) -> tuple[Loop, list[float]]:
     return loop, losses
 
 
-def silent(program: Program) -> bool:
-    """Whether three steps give finite losses, weights and moments, and no error."""
-    loop, losses = trained(program)
+def sound(loop: Loop, losses: list[float]) -> bool:
+    """Whether losses, weights and moments are finite."""
     return finite({"losses": torch.tensor(losses), **state(loop)})
 
 
-def trains_otherwise(program: Program) -> float:
-    """Returns how far the weights are from the clean program's after three steps, relative to what they moved.
+def trains_otherwise(program: Program, loop: Loop) -> float:
+    """Returns how far a trained loop's weights are from the clean program's, relative to what those have moved.
 
     Infinity if the loss scale is another one.
     """
-    ours, clean, start = state(trained(program)[0]), state(trained(program.clean)[0]), state(program.clean.make())
+    ours, clean, start = state(loop), state(trained(program.clean)[0]), state(program.clean.make())
     if any(name in ours and not same(ours[name], clean[name]) for name in clean if name.startswith("scaler")):
         return float("inf")
     parameters = [name for name, _ in program.clean.make().model.named_parameters()]
@@ -158,8 +157,8 @@ def recovers(program: Program) -> bool:
     return finite(state(loop)) and bool(differ(weights, dict(loop.model.named_parameters())))
 
 
-def real(program: Program) -> bool:
-    """Whether a fault changes what it is about."""
+def real(program: Program, loop: Loop) -> bool:
+    """Whether a fault changes what it is about; `loop` has been trained with it."""
     assert program.fault is not None
     group = KINDS[program.fault.kind]
     if program.fault.kind == "nan_stays":
@@ -170,4 +169,4 @@ def real(program: Program) -> bool:
         return data_differ(program)
     if group == "optimizer":
         return not special_steps(program)[program.fault.kind]
-    return trains_otherwise(program) > LEAST
+    return trains_otherwise(program, loop) > LEAST

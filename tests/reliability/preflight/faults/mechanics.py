@@ -547,7 +547,7 @@ class NeverTrain(Fault):
 
     kind, loops = "eval_mode", ("cnn", "gpt", "checkpointed")
     says = "the model is in eval mode: dropout does nothing and BatchNorm uses its running statistics; model.train()"
-    points_at = ("model", "dropout", "bn", "blocks")
+    points_at = ("model", "bn", "blocks")
 
     def make_model(self):
         return super().make_model().eval()  # here
