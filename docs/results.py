@@ -17,8 +17,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stabletrain.beside.comparison.by_setting import NOT_OVER, markdown, settings_of
+from stabletrain.beside.comparison.by_setting import markdown, settings_of
 from stabletrain.beside.comparison.frames import frame_of
+from stabletrain.beside.comparison.groups import NOT_OVER
 from stabletrain.beside.comparison.intervals import Interval, of_independent
 from stabletrain.beside.comparison.pictures import draw, draw_losses
 from stabletrain.beside.comparison.reading.run import Run

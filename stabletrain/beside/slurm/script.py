@@ -57,7 +57,7 @@ def script(job: Job, request: Request) -> str:
     folder, train = shlex.quote(str(job.folder)), shlex.join([str(ROOT / "train.py"), *job.options])
     command = f'{train} "${{overrides[@]}}" hydra.run.dir="\'$folder\'" resume=auto'
     if job.pack > 1:
-        lines += ['case "$SLURM_ARRAY_TASK_ID" in', *map(packed_line, [job] * len(job.groups), job.groups), "esac"]
+        lines += ['case "$SLURM_ARRAY_TASK_ID" in', *(packed_line(job, task) for task in job.groups), "esac"]
         lines.append("folder=${packed_folders[0]}")
         command = f'{shlex.quote(str(ROOT / "slurm" / "pack.py"))} "$python" {train} -- "${{runs[@]}}"'
     elif job.tasks:
