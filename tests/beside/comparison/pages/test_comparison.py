@@ -9,6 +9,7 @@ from stabletrain.beside.comparison import frame_of
 from stabletrain.beside.comparison.pages.comparison import (
     EMBEDDED,
     columns_of,
+    mean_curves,
     rank,
     runs_with_curves,
     with_shares,
@@ -20,6 +21,7 @@ from stabletrain.beside.comparison.reading.runs import read_run, read_runs
 from stabletrain.beside.comparison.table import headings
 from stabletrain.errors import ConfigError
 from tests.beside.comparison.made_pages import made, sweep, text_of
+from tests.beside.comparison.written import write
 
 NAMESPACES = {"http://www.w3.org/2000/svg"}
 
@@ -126,3 +128,21 @@ def test_a_page_that_cannot_be_written_says_so(folder, tmp_path):
     runs = read_runs([folder])
     with pytest.raises(ConfigError, match=r"cannot be written .* name another file"):
         write_page(runs, frame_of(runs), tmp_path / "nowhere" / "report.html")
+
+
+def test_a_setting_of_which_the_page_has_not_every_run_has_no_mean_and_says_so(tmp_path):
+    for name in ("none", "full"):
+        for seed in range(3):
+            typed = [f"stability={name}", f"seed={seed}"]
+            lines = [{"step": step, "train/loss": 5.0 - step / 10 - seed / 100} for step in range(1, 9)]
+            write(tmp_path / f"{name}-{seed}", typed, lines=lines)
+    runs = sorted(read_runs([tmp_path]), key=lambda run: run.name)
+    left_out = runs[0]
+    curves = {number: {} for number, run in enumerate(runs) if run is not left_out}
+    torn, whole = mean_curves(runs, curves, 40)
+    assert (torn["name"], torn["sound"], torn["curves"]) == (
+        "stability=full (no mean: too many runs for this page)", [], {},
+    )  # fmt: skip
+    assert torn["others"] == [1, 2]
+    assert (whole["name"], whole["sound"]) == ("stability=none (n=3)", [3, 4, 5])
+    assert "train/loss" in whole["curves"]
