@@ -70,6 +70,9 @@ MAY_SEE = {
     "beside/export": NOUNS | {"checkpoint", "config", "data", "models", "trainer", "weights"},
     "beside/faults": NOUNS | {"checkpoint", "extension", "tracking"},
     "beside/forecast": NOUNS | {"beside/comparison", "config", "extension", "forensics", "tracking"},
+    "beside/preflight": NOUNS
+    | {"checkpoint", "config", "data", "extension", "forensics", "guard", "machine", "models", "monitors", "parallel"}
+    | {"stability", "step", "tools", "tracking", "trainer"},
     "beside/script": NOUNS | {"guard", "guard/checks", "parallel"},
     "beside/slurm": NOUNS
     | {"beside/comparison", "beside/sweep", "cli", "config", "data", "machine", "parallel", "tracking"},
@@ -81,6 +84,7 @@ MAY_SEE = {
         "beside/comparison",
         "beside/export",
         "beside/forecast",
+        "beside/preflight",
         "beside/script",
         "beside/slurm",
         "beside/sweep",

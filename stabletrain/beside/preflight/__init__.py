@@ -1,0 +1,9 @@
+"""Preflight: proves before the first step what is wrong with a training loop and would never make a NaN.
+
+| file | |
+|---|---|
+| finding | what a check says: verdict, number, line, fix |
+| loop | what the checks are given of a loop, and how a fresh one is made |
+| recording | a few steps of a loop, with everything that they call |
+| checks | all checks, in their order, and `check_loop` |
+"""

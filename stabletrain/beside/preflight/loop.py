@@ -1,0 +1,152 @@
+"""What the checks are given of a training loop, and how a fresh one is made.
+
+A check never touches the loop of the user. It calls the user's `make()`, which builds everything anew as the script does
+when it starts, and works on what that returns.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from stabletrain.errors import ConfigError, did_you_mean
+
+Batch = tuple[Any, ...]
+
+
+@dataclass
+class Loop:
+    """The parts of a freshly made loop. All but the first four may be missing; then some checks are not made.
+
+    Attributes:
+        model: whose weights are trained.
+        optimizers: one, or several that step one after the other.
+        loss: `loss(batch)` returns the mean loss over the batch's targets, without backward, in training mode and under
+            the loop's autocast.
+        batch: `batch(step, rank=0)` returns what `loss` takes: a tuple such as inputs and targets. It depends on nothing
+            but its arguments.
+        step: `step(batch)` takes one training step as the loop does it.
+        next_batch: `next_batch()` returns the batch at the loop's position in the data, which moves on.
+        save: `save()` returns everything that a resume needs, as it would be written to a file.
+        load: `load(state)` is what a resume does with it, in a fresh loop.
+        schedulers: of the learning rate.
+        scaler: the `GradScaler`, or None.
+        others: what else training changes and a resume must restore, by name, such as an average of the weights.
+        precision: of `loss`: `fp32`, `bf16` or `fp16` under autocast, or `fp16_params` if the weights are in fp16.
+        compiled: whether `loss` runs a compiled model.
+        epoch: number of batches after which the data begin anew; 0 if unknown.
+        ranks: number of ranks that the data are divided among.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    loss: Callable[[Any], Tensor]
+    batch: Callable[..., Any]
+    step: Callable[[Any], Any] | None = None
+    next_batch: Callable[[], Any] | None = None
+    save: Callable[[], Any] | None = None
+    load: Callable[[Any], Any] | None = None
+    schedulers: Sequence[Any] = ()
+    scaler: GradScaler | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    compiled: bool = False
+    epoch: int = 0
+    ranks: int = 1
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name; a tied one has its first name only."""
+        return dict(self.model.named_parameters())
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Returns a parameter's name; for one that is not the model's its place in the optimizers."""
+        for name, each in self.model.named_parameters():
+            if each is parameter:
+                return name
+        for index, optimizer in enumerate(self.optimizers):
+            for number, group in enumerate(optimizer.param_groups):
+                for place, each in enumerate(group["params"]):
+                    if each is parameter:
+                        return f"optimizers.{index}.param_groups[{number}].params[{place}]"
+        return "?"
+
+
+REQUIRED = ("model", "optimizers", "loss", "batch")
+OPTIONAL = tuple(name for name in Loop.__dataclass_fields__ if name not in REQUIRED)
+
+
+def loop_of(made: Any) -> Loop:
+    """Returns the loop of what a user's `make()` returned: an object with the attributes of `Loop`, or a mapping.
+
+    Raises:
+        ConfigError: a part is missing or of the wrong kind, or a mapping has a name that no part has.
+    """
+    if isinstance(made, Loop):
+        return made
+    if isinstance(made, Mapping):
+        for name in made:
+            if name not in Loop.__dataclass_fields__:
+                hint = did_you_mean(str(name), Loop.__dataclass_fields__)
+                raise ConfigError(f"make() returned {name!r}, which no check knows{hint}")
+        found = dict(made)
+    else:
+        found = {name: getattr(made, name) for name in Loop.__dataclass_fields__ if hasattr(made, name)}
+    if isinstance(found.get("optimizer", found.get("optimizers")), Optimizer):
+        found["optimizers"] = [found["optimizers"]]
+    for name in REQUIRED:
+        if name not in found:
+            raise ConfigError(f"make() returned no {name!r}; fix: return an object with {', '.join(REQUIRED)}")
+    if not isinstance(found["model"], nn.Module):
+        raise ConfigError(f"make() returned a model that is no torch.nn.Module: {type(found['model']).__name__}")
+    return Loop(**found)
+
+
+class Maker:
+    """Makes fresh loops, all alike.
+
+    Args:
+        make: the user's function.
+
+    Raises:
+        ConfigError: it returns the same model again.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._models: list[nn.Module] = []
+
+    def __call__(self) -> Loop:
+        """Returns a fresh loop. The random numbers that it draws from now on are those of each other fresh loop."""
+        seed(0)
+        loop = loop_of(self._make())
+        if any(each is loop.model for each in self._models):
+            raise ConfigError("make() returned the same model twice; fix: build model and optimizer inside make()")
+        self._models.append(loop.model)
+        seed(1)
+        return loop
+
+
+def seed(number: int) -> None:
+    """Seeds Python's and PyTorch's random numbers."""
+    random.seed(number)
+    torch.manual_seed(number)
+
+
+@contextmanager
+def nothing_changed() -> Iterator[None]:
+    """Restores random states, gradient mode and PyTorch's default type at the end."""
+    numbers, dtype, enabled = random.getstate(), torch.get_default_dtype(), torch.is_grad_enabled()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(numbers)
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(enabled)

@@ -1,0 +1,177 @@
+"""A few steps of a loop, with everything that they call, in order: backward, zero_grad, unscale, step, update."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from stabletrain.beside.preflight.loop import Loop
+from stabletrain.errors import is_own
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call of a part of the step.
+
+    Attributes:
+        kind: `backward`, `zero_grad`, `unscale`, `optimizer` (its step begins), `updated` (it has ended), `scheduler`,
+            `scaler_step` or `scaler_update`.
+        index: number of the optimizer or scheduler; -1 if it is none of the loop's, or does not matter.
+        line: of the user's code that called it, `file:line`.
+    """
+
+    kind: str
+    index: int
+    line: str
+
+
+@dataclass
+class RecordedStep:
+    """One step.
+
+    Attributes:
+        events: in order.
+        loss: what the loop returned, or what its backward calls differentiated, summed; NaN if unknown.
+        left: gradients before the first backward pass that are not 0, by name of the parameter.
+        gradients: copies after the last backward pass, by name; still scaled. A parameter without gradient is missing.
+        given: the same when each optimizer steps, of its own parameters, by number of the optimizer.
+        lrs: learning rate of each group, `lrs[optimizer][group]`, with which the optimizers stepped.
+        training: whether the model was in training mode at the first backward pass.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    loss: float = float("nan")
+    left: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    given: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    lrs: dict[int, list[float]] = field(default_factory=dict)
+    training: bool = True
+
+    def calls(self, kind: str) -> list[Event]:
+        """Returns the events of a kind."""
+        return [event for event in self.events if event.kind == kind]
+
+
+def record_steps(loop: Loop, steps: int, batches: list[Any] | None = None) -> list[RecordedStep]:
+    """Takes steps of a loop that has `step`, and returns them.
+
+    Args:
+        loop: fresh.
+        steps: how many.
+        batches: one for each step; None for the loop's own next ones.
+    """
+    assert loop.step is not None
+    recorded = []
+    for number in range(steps):
+        with recording(loop) as step:
+            if batches is not None:
+                batch = batches[number]
+            else:
+                batch = loop.batch(number) if loop.next_batch is None else loop.next_batch()
+            value = loop.step(batch)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            step.loss = float(value.detach())
+        recorded.append(step)
+    return recorded
+
+
+@contextmanager
+def recording(loop: Loop) -> Iterator[RecordedStep]:
+    """Records the step that is taken inside."""
+    step = RecordedStep()
+    numbers = {id(each): index for index, each in enumerate(loop.optimizers)}
+    names = {id(each): loop.name_of(each) for optimizer in loop.optimizers for each in parameters_of(optimizer)}
+    names |= {id(each): name for name, each in loop.model.named_parameters()}
+    parameters = {names[id(each)]: each for optimizer in loop.optimizers for each in parameters_of(optimizer)}
+    parameters |= dict(loop.model.named_parameters())
+
+    def add(kind: str, index: int = -1) -> None:
+        step.events.append(Event(kind, index, users_line()))
+
+    def copies(of: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: each.grad.detach().clone() for name, each in of.items() if each.grad is not None}
+
+    def backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not step.calls("backward"):
+            step.left = {name: each for name, each in copies(parameters).items() if bool(each.any())}
+            step.training = loop.model.training
+        value = run(*args, **kwargs)
+        add("backward")
+        step.gradients = copies(parameters)
+        return value
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        index = numbers.get(id(optimizer), -1)
+        add("optimizer", index)
+        step.given[index] = copies({names.get(id(each), "?"): each for each in parameters_of(optimizer)})
+        step.lrs[index] = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        add("updated", numbers.get(id(optimizer), -1))
+
+    def zero_grad(run: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        add("zero_grad", numbers.get(id(owner), -1))
+        return run(owner, *args, **kwargs)
+
+    def scaler(kind: str, run: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        add(kind, numbers.get(id(args[0]), -1) if args else -1)
+        return run(owner, *args, **kwargs)
+
+    def scheduler(index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        add("scheduler", index)
+        return run(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(before).remove)
+        stack.callback(register_optimizer_step_post_hook(after).remove)
+        stack.enter_context(replaced(torch.autograd, "backward", backward))
+        stack.enter_context(replaced(Optimizer, "zero_grad", zero_grad))
+        stack.enter_context(replaced(nn.Module, "zero_grad", zero_grad))
+        for name, kind in (("unscale_", "unscale"), ("step", "scaler_step"), ("update", "scaler_update")):
+            stack.enter_context(replaced(GradScaler, name, functools.partial(scaler, kind)))
+        for index, each in enumerate(loop.schedulers):
+            stack.enter_context(replaced(each, "step", functools.partial(scheduler, index)))
+        yield step
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters of an optimizer's groups."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a function or method: `by` is called with the original before the arguments."""
+    inner, own = getattr(owner, name), name in vars(owner)
+
+    @functools.wraps(inner)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return by(inner, *args, **kwargs)
+
+    setattr(owner, name, outer)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, inner)
+        else:
+            delattr(owner, name)
+
+
+def users_line() -> str:
+    """Returns the innermost line of the user's code that is running, `file:line`; empty if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith("<") and is_own(file):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
