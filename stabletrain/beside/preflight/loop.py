@@ -1,11 +1,11 @@
 """What the checks are given of a training loop, and how a fresh one is made.
 
-A check never touches the loop of the user. It calls the user's `make()`, which builds everything anew as the script does
-when it starts, and works on what that returns.
+A check never touches the user's loop. It calls the user's `make()`, which builds everything anew as the script does when
+it starts, and works on what that returns.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +29,8 @@ class Loop:
         optimizers: one, or several that step one after the other.
         loss: `loss(batch)` returns the mean loss over the batch's targets, without backward, in training mode and under
             the loop's autocast.
-        batch: `batch(step, rank=0)` returns what `loss` takes: a tuple such as inputs and targets. It depends on nothing
-            but its arguments.
+        batch: `batch(step, rank=0)` returns what `loss` takes: a tuple such as inputs and targets. It depends only on
+            its arguments.
         step: `step(batch)` takes one training step as the loop does it.
         next_batch: `next_batch()` returns the batch at the loop's position in the data, which moves on.
         save: `save()` returns everything that a resume needs, as it would be written to a file.
@@ -140,7 +140,7 @@ def seed(number: int) -> None:
 
 
 @contextmanager
-def nothing_changed() -> Iterator[None]:
+def nothing_changed() -> Generator[None]:
     """Restores random states, gradient mode and PyTorch's default type at the end."""
     numbers, dtype, enabled = random.getstate(), torch.get_default_dtype(), torch.is_grad_enabled()
     with torch.random.fork_rng():
