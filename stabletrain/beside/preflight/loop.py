@@ -1,7 +1,7 @@
 """What the checks are given of a training loop, and how a fresh one is made.
 
-A check never touches the user's loop. It calls the user's `make()`, which builds everything anew as the script does when
-it starts, and works on what that returns.
+A check never touches the loop of the user: it calls `make()`, which builds everything anew as the script does when it
+starts, and works on what that returns.
 """
 
 import random
@@ -140,7 +140,7 @@ def seed(number: int) -> None:
 
 
 @contextmanager
-def nothing_changed() -> Generator[None]:
+def nothing_changed() -> Generator[None, None, None]:
     """Restores random states, gradient mode and PyTorch's default type at the end."""
     numbers, dtype, enabled = random.getstate(), torch.get_default_dtype(), torch.is_grad_enabled()
     with torch.random.fork_rng():

@@ -84,7 +84,7 @@ def record_steps(loop: Loop, steps: int, batches: list[Any] | None = None) -> li
 
 
 @contextmanager
-def recording(loop: Loop) -> Generator[RecordedStep]:
+def recording(loop: Loop) -> Generator[RecordedStep, None, None]:
     """Records the step that is taken inside."""
     step = RecordedStep()
     numbers = {id(each): index for index, each in enumerate(loop.optimizers)}
@@ -148,7 +148,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Generator[None]:
+def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Generator[None, None, None]:
     """Replaces a function or method: `by` is called with the original before the arguments."""
     inner, own = getattr(owner, name), name in vars(owner)
 
