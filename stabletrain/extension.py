@@ -5,6 +5,8 @@
 | `page` | `report.html` at the end of a run | no page |
 | `meter` | `run.json` tells the run's GPU-hours, energy and Slurm job | not recorded |
 | `forecast` | `forecast=default` foretells trouble | no forecast |
+| `preflight` | `check=first_step` says before the first step what is wrong | nothing is checked |
+| `check_loop` | `Guard.check` proves what is wrong with a loop | refused |
 | `heal` | `guard.escalate=whatif` tries fixes after a halt | the run ends, as a line says at its start |
 | `start_sweep`, `run_of_sweep` | `-m` runs a sweep | `-m` is refused |
 | `commands` | `stabletrain compare`, `whatif`, `export` ... | refused; the commands of one run work |
@@ -30,7 +32,7 @@ from stabletrain.errors import ConfigError
 
 BESIDE = "stabletrain.beside"
 
-COMMANDS = ("run", "export", "status", "compare", "losses", "forecast", "whatif", "sync", "wandb-report")
+COMMANDS = ("check", "run", "export", "status", "compare", "losses", "forecast", "whatif", "sync", "wandb-report")
 """The commands of `stabletrain` that `stabletrain/beside/` adds."""
 
 HORIZON = 500
@@ -149,6 +151,21 @@ class NoForecast:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores it. Does nothing."""
+
+
+class NoPreflight:
+    """Checks nothing. What any check before the first step must offer."""
+
+    def look(self, run: Any) -> Sequence[Any]:
+        """Returns what is wrong or unusual: nothing. All ranks call it, and it changes nothing.
+
+        Args:
+            run: a `trainer.run.TrainingRun`, ready for its first step.
+
+        Returns:
+            findings, each with `verdict`, `check`, `text`, `places` and `fix`.
+        """
+        return ()
 
 
 class NoFaults:
@@ -270,6 +287,14 @@ class NoExtension:
         """Returns the forecast of a run; see `conf/forecast/default.yaml`."""
         return NoForecast()
 
+    def preflight(self) -> NoPreflight:
+        """Returns what checks a run before its first step."""
+        return NoPreflight()
+
+    def check_loop(self, make: Callable[[], Any], only: Sequence[str] = ()) -> Any:
+        """Runs the checks of `Guard.check` on a loop of the user's own."""
+        raise needs_beside("Guard.check")
+
     def heal(
         self,
         cfg: Any,
@@ -325,3 +350,8 @@ def extension() -> NoExtension:
 def forecast(horizon: int, action: str) -> NoForecast:
     """Makes the option `forecast=default`."""
     return extension().forecast(horizon, action)
+
+
+def preflight() -> NoPreflight:
+    """Makes the option `check=first_step`."""
+    return extension().preflight()

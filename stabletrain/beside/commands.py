@@ -1,5 +1,6 @@
 """The commands of `stabletrain` that work beside a run.
 
+stabletrain check [group=option] [key=value]    check a run before its first step: gradient, resume, data, order
 stabletrain run script.py [args]                guard whatever a training script trains, without a changed line
 stabletrain export <run> --to hf                write a model for transformers, torchvision, ONNX or safetensors
 stabletrain status <sweep>                      where each run of a sweep stands, on one screen
@@ -17,6 +18,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from stabletrain.beside import wandb_report, wandb_sync
+from stabletrain.beside.preflight import command as preflight
 from stabletrain.beside.script import command as script
 from stabletrain.errors import ConfigError
 from stabletrain.extension import Command
@@ -211,6 +213,9 @@ def whatif(chosen: argparse.Namespace) -> None:
 
 
 COMMANDS = {
+    "check": Command(
+        "check a run before its first step", preflight.add_arguments, preflight.check, take_over=preflight.run
+    ),
     "run": Command(
         "guard whatever a training script trains", script.add_arguments, script.run_script, take_over=script.run
     ),

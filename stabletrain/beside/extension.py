@@ -1,11 +1,11 @@
 """The tools beside a run, as a run asks for them. Each is imported when it is used."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stabletrain.config.arguments import Arguments
-from stabletrain.extension import Command, NoExtension, NoForecast, NoMeter, NoPage, NoSweep
+from stabletrain.extension import Command, NoExtension, NoForecast, NoMeter, NoPage, NoPreflight, NoSweep
 
 
 class Extension(NoExtension):
@@ -33,6 +33,18 @@ class Extension(NoExtension):
         from stabletrain.beside.forecast.forecast import Forecast
 
         return Forecast(horizon, action)
+
+    def preflight(self) -> NoPreflight:
+        """Returns what checks a run before its first step."""
+        from stabletrain.beside.preflight.first_step import FirstStep
+
+        return FirstStep()
+
+    def check_loop(self, make: Callable[[], Any], only: Sequence[str] = ()) -> Any:
+        """Runs the checks on a loop of the user's own."""
+        from stabletrain.beside.preflight.checks import check_loop
+
+        return check_loop(make, only)
 
     def heal(
         self,

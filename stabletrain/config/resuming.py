@@ -61,6 +61,7 @@ GROUPS: dict[str, Row] = {
     "faults": Row(RECORDED, "injects its faults into later steps"),
     "monitors": Row(FREE, "only watches"),
     "forecast": Row(FREE, "only watches"),
+    "check": Row(FREE, "only watches"),
     "checkpoint": Row(FREE, "writes later checkpoints"),
     "parallel": Row(FREE, "the same step on other ranks; sums may round differently"),
     "wandb": Row(FREE, "only logs"),
@@ -128,7 +129,7 @@ AUTO, AUTO_MODES = "stabletrain.stability.precision.auto", ("bf16", "fp16", "fp3
 UNRECORDED_KEYS = ("resume", "device", "report")
 """Keys that a resume does not even record as changed."""
 
-WATCHING_GROUPS = ("forensics", "monitors", "forecast", "checkpoint", "parallel", "wandb", "stability")
+WATCHING_GROUPS = ("forensics", "monitors", "forecast", "check", "checkpoint", "parallel", "wandb", "stability")
 """Groups that leave every step's result as it is, so that steps from before a change can be replayed after it."""
 
 FAULTS_OUTSIDE_STEPS = ("none", "kill", "disk_full", "wandb")

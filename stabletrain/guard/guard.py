@@ -20,7 +20,7 @@ Guards whose steps alternate are coupled, from their third step on: a finite spi
 skips would drive the two networks apart. NaN, Inf, and a gradient norm above 1000 times the recent ones are withheld.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -29,6 +29,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
+from stabletrain.extension import extension
 from stabletrain.guard.attached_guard import AttachedGuard
 from stabletrain.guard.loop_guard import LoopGuard, guard_of
 from stabletrain.guard.micro_batch import MicroBatch, in_new_containers, loss_of, map_tensors, versions
@@ -110,6 +111,26 @@ class Guard(LoopGuard):
             the guard. Its `last.loss` is the sum of what the loop's backward calls differentiated; 0 if unknown.
         """
         return AttachedGuard(model, optimizer, scaler=scaler, **options)
+
+    @staticmethod
+    def check(make: Callable[[], Any], only: Sequence[str] = ()) -> Any:
+        """Proves what is wrong with a loop before its first step: gradient, resume, data, order of the step's parts.
+
+        `docs/preflight.md` lists the checks and what they are given.
+
+        Args:
+            make: builds everything anew, as the script does when it starts, and returns an object or a dictionary with
+                `model`, `optimizers`, `loss(batch)` and `batch(step)`; the more of `step`, `save`, `load`, `schedulers`
+                and so on it has, the more is checked.
+            only: names of checks; empty for all.
+
+        Returns:
+            a report: print it, or read its `faults`.
+
+        Raises:
+            ConfigError: `make` returned something else, or there is no such check.
+        """
+        return extension().check_loop(make, only)
 
     # ---- a step
 

@@ -33,6 +33,7 @@ from stabletrain.trainer.reports import (
     best_path,
     check_updated,
     final_metrics,
+    log_findings,
     log_step,
     reading_metrics,
     remarks,
@@ -95,6 +96,8 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
     repeating = False  # whether the next step is repeated after a fault of the machine
     first = state.step + 1
     can_replay = replays_exactly(state.model, state.optimizer, run.device)
+    # What is wrong with parameters, groups, data or numbers is said before the first step.
+    log_findings(run)
     note_start(state.model, state.optimizer)
     rehearse(guard.recheck, state.step, plan.steps)
     # The guard needs one state to go back to before the first update.

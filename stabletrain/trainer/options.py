@@ -15,7 +15,7 @@ from stabletrain.config.arguments import parse_arguments, usual_lr
 from stabletrain.config.make import Choice, plain
 from stabletrain.data.batches import Dataset
 from stabletrain.errors import ConfigError
-from stabletrain.extension import NoFaults, NoForecast
+from stabletrain.extension import NoFaults, NoForecast, NoPreflight
 from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off
@@ -76,6 +76,7 @@ class Options(StepOptions):
     monitors: NoMonitors
     faults: NoFaults
     forecast: NoForecast
+    check: NoPreflight
     data: Choice[Dataset]
     qknorm: NoQKNorm  # the model's YAML builds its own from the same keys; this one has been checked
     softcap: NoSoftcap

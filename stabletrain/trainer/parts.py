@@ -94,7 +94,8 @@ class RunParts:
         self.tracker = self._open_tracker(shown)
         self.page = extension().page(folder) if options.report and ranks.is_main else NoPage()
         self.data = self._training_data()
-        self.monitoring = Monitoring(options.monitors, RollingStats(), trained.usage, options.forecast, self.meter)
+        watching = options.monitors, RollingStats(), trained.usage, options.forecast, self.meter, options.check
+        self.monitoring = Monitoring(*watching)
         self.history = History()
         self.resumption = Resumption(
             options, folder, state, source.data, process.precision, tools.sanitizer, process.ranks

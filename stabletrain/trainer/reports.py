@@ -29,6 +29,16 @@ from stabletrain.trainer.run import TrainingRun
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
+def log_findings(run: TrainingRun) -> None:
+    """Looks at the run before its first step (`check=first_step`), and logs what is wrong or unusual."""
+    for found in run.monitoring.preflight.look(run):
+        run.tracker.event(
+            "check", run.state.step, verdict=found.verdict, check=found.check, text=found.text, places=[*found.places]
+        )
+        fix = f"; fix: {found.fix}" if found.fix else ""
+        run.tracker.note(f"{found.verdict:<8} {found.check}: {found.text}{fix}")
+
+
 def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: Mapping[str, float]) -> None:
     """Updates the progress line. Logs the step's metrics if they are due or if monitors returned any (`seen`).
 

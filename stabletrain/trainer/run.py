@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stabletrain.data.batches import Prefetch
-from stabletrain.extension import NoForecast, NoMeter, NoPage
+from stabletrain.extension import NoForecast, NoMeter, NoPage, NoPreflight
 from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
@@ -71,6 +71,7 @@ class Monitoring:
         usage: model FLOPs utilisation and peak memory.
         forecast: foretells trouble from what the monitors saw.
         meter: what the GPUs use.
+        preflight: looks at the run before its first step.
     """
 
     monitors: NoMonitors
@@ -78,6 +79,7 @@ class Monitoring:
     usage: Usage
     forecast: NoForecast
     meter: NoMeter = field(default_factory=NoMeter)
+    preflight: NoPreflight = field(default_factory=NoPreflight)
 
 
 @dataclass

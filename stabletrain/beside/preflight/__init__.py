@@ -6,4 +6,8 @@
 | loop | what the checks are given of a loop, and how a fresh one is made |
 | recording | a few steps of a loop, with everything that they call |
 | checks | all checks, in their order, and `check_loop` |
+| report | what all checks say, on the terminal and as JSON |
+| own_run | the loop of a configured run |
+| first_step | `check=first_step`, in a run |
+| command | `stabletrain check` |
 """

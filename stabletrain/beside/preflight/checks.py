@@ -3,12 +3,15 @@
 A check is a function that gets a `Maker` of fresh loops, and returns what it found: at least one `Finding`.
 """
 
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
 
 from stabletrain.beside.preflight import accumulation, data, gradient, headroom, optimizer, order, resume, structure
 from stabletrain.beside.preflight.finding import Finding
 from stabletrain.beside.preflight.loop import Maker, nothing_changed
+from stabletrain.beside.preflight.report import Report
 from stabletrain.errors import ConfigError
 
 Check = Callable[[Maker], list[Finding]]
@@ -26,7 +29,7 @@ CHECKS: dict[str, Check] = {
 """Every check by its name, in their order."""
 
 
-def check_loop(make: Callable[[], object], only: Iterable[str] = ()) -> list[Finding]:
+def check_loop(make: Callable[[], object], only: Iterable[str] = ()) -> Report:
     """Runs the checks on fresh loops; nothing else is changed.
 
     Args:
@@ -40,7 +43,8 @@ def check_loop(make: Callable[[], object], only: Iterable[str] = ()) -> list[Fin
     for name in names:
         if name not in CHECKS:
             raise ConfigError(f"there is no check {name!r}; the checks are {', '.join(CHECKS)}")
-    found = []
+    found: list[Finding] = []
+    began, compiled = time.perf_counter(), compiler_seconds()
     with nothing_changed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of some of what is checked
         maker = Maker(make)
@@ -51,4 +55,10 @@ def check_loop(make: Callable[[], object], only: Iterable[str] = ()) -> list[Fin
                 raise
             except Exception as error:  # of the user's code, which works in training, or of the check
                 found.append(Finding(name, "not checked", f"it failed with {type(error).__name__}: {error}"))
-    return found
+    return Report(found, time.perf_counter() - began, compiler_seconds() - compiled)
+
+
+def compiler_seconds() -> float:
+    """Returns how long this process has compiled models so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if dynamo is None else sum(dynamo.compilation_time_metrics.get("_compile.compile_inner", ()))
