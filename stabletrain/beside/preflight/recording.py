@@ -41,19 +41,25 @@ class RecordedStep:
         events: in order.
         loss: what the loop returned, or what its backward calls differentiated, summed; NaN if unknown.
         left: gradients before the first backward pass that are not 0, by name of the parameter.
+        cleared: parameters whose gradient was missing or 0 at the beginning of a backward pass, by name.
         gradients: copies after the last backward pass, by name; still scaled. A parameter without gradient is missing.
         given: the same when each optimizer steps, of its own parameters, by number of the optimizer.
         lrs: learning rate of each group, `lrs[optimizer][group]`, with which the optimizers stepped.
+        scheduled: learning rates that each scheduler has last set when the optimizers stepped, by number of the scheduler.
         training: whether the model was in training mode at the first backward pass.
+        evaluating: names of the modules that were in eval mode then; the model's own name is empty.
     """
 
     events: list[Event] = field(default_factory=list)
     loss: float = float("nan")
     left: dict[str, Tensor] = field(default_factory=dict)
+    cleared: set[str] = field(default_factory=set)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     given: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     lrs: dict[int, list[float]] = field(default_factory=dict)
+    scheduled: dict[int, list[float]] = field(default_factory=dict)
     training: bool = True
+    evaluating: list[str] = field(default_factory=list)
 
     def calls(self, kind: str) -> list[Event]:
         """Returns the events of a kind."""
@@ -68,19 +74,25 @@ def record_steps(loop: Loop, steps: int, batches: list[Any] | None = None) -> li
         steps: how many.
         batches: one for each step; None for the loop's own next ones.
     """
+    return [record_step(loop, number, None if batches is None else batches[number]) for number in range(steps)]
+
+
+def record_step(loop: Loop, number: int = 0, batch: Any = None) -> RecordedStep:
+    """Takes one step of a loop that has `step`, and returns it.
+
+    Args:
+        loop: fresh, or after the steps before.
+        number: of the step, for a loop that has no `next_batch`.
+        batch: None for the loop's own next one.
+    """
     assert loop.step is not None
-    recorded = []
-    for number in range(steps):
-        with recording(loop) as step:
-            if batches is not None:
-                batch = batches[number]
-            else:
-                batch = loop.batch(number) if loop.next_batch is None else loop.next_batch()
-            value = loop.step(batch)
-        if isinstance(value, Tensor) and value.numel() == 1:
-            step.loss = float(value.detach())
-        recorded.append(step)
-    return recorded
+    with recording(loop) as step:
+        if batch is None:
+            batch = loop.batch(number) if loop.next_batch is None else loop.next_batch()
+        value = loop.step(batch)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        step.loss = float(value.detach())
+    return step
 
 
 @contextmanager
@@ -103,6 +115,11 @@ def recording(loop: Loop) -> Generator[RecordedStep, None, None]:
         if not step.calls("backward"):
             step.left = {name: each for name, each in copies(parameters).items() if bool(each.any())}
             step.training = loop.model.training
+            step.evaluating = [name for name, module in loop.model.named_modules() if not module.training]
+        for name in parameters.keys() - step.cleared:
+            gradient = parameters[name].grad
+            if gradient is None or not gradient.any():
+                step.cleared.add(name)
         value = run(*args, **kwargs)
         add("backward")
         step.gradients = copies(parameters)
@@ -113,6 +130,8 @@ def recording(loop: Loop) -> Generator[RecordedStep, None, None]:
         add("optimizer", index)
         step.given[index] = copies({names.get(id(each), "?"): each for each in parameters_of(optimizer)})
         step.lrs[index] = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
+        for number, each in enumerate(loop.schedulers):
+            step.scheduled[number] = [float(rate) for rate in getattr(each, "_last_lr", ())]
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         add("updated", numbers.get(id(optimizer), -1))
