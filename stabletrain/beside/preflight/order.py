@@ -1,9 +1,155 @@
-"""The order of a step's parts: clipping and the loss scale, schedulers, gradients that are not zeroed."""
+"""The order of a step's parts: gradients that stay from the step before, the loss scale, and schedulers."""
 
-from stabletrain.beside.preflight.finding import Finding
-from stabletrain.beside.preflight.loop import Maker
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.beside.preflight.finding import Finding, listed
+from stabletrain.beside.preflight.loop import Loop, Maker
+from stabletrain.beside.preflight.loss_scale import loss_scale
+from stabletrain.beside.preflight.recording import RecordedStep, record_step
+from stabletrain.beside.preflight.schedulers import schedulers
+
+FEWEST, MOST = 4, 32
+"""Steps that are recorded: four show what happens every second step; more are taken, up to an epoch and one step, only
+while a scheduler has not stepped."""
+
+AFTER = 3
+"""Steps after one that was NaN: a loop may skip a few more on purpose, or by chance."""
 
 
 def check(make: Maker) -> list[Finding]:
     """Checks a loop."""
-    return [Finding("order", "not checked", "not written yet")]
+    loop = make()
+    if loop.step is None:
+        return [Finding("order", "not checked", "make() returned no 'step', which is the order that is checked")]
+    left, steps = LeftOver(), []
+    while len(steps) < FEWEST or (len(steps) <= min(loop.epoch or FEWEST, MOST) and waits(loop, steps)):
+        step = record_step(loop, len(steps))
+        left.add(step, len(steps) + 1)
+        step.gradients, step.left, step.given = {}, {}, {}  # only their names are needed, and they are large
+        steps.append(step)
+    found = [*left.found(), *schedulers(loop, steps, whole=0 < loop.epoch < len(steps))]
+    found += [*loss_scale(make), *nan_stays(make)]
+    text = f"{len(steps)} steps: each begins without old gradients, and schedulers and loss scale are used once a step"
+    return found or [Finding("order", "passed", text)]
+
+
+def waits(loop: Loop, steps: list[RecordedStep]) -> bool:
+    """Whether some scheduler has not stepped yet."""
+    return len({event.index for step in steps for event in step.calls("scheduler")}) < len(loop.schedulers)
+
+
+# ---- gradients of the step before
+
+
+@dataclass
+class LeftOver:
+    """Finds gradients that an optimizer has used in one step, and gets again in the next, added to that step's own.
+
+    A loop that accumulates over calls of `step` is clean: what it adds up no optimizer has used yet.
+
+    Attributes:
+        used: parameters whose gradient an optimizer has used and that was not missing or 0 at any backward pass since.
+        steps: numbers of the steps in which a parameter's old gradient was used again, by the parameter's name.
+        line: of the first backward pass of the first such step.
+    """
+
+    used: set[str] = field(default_factory=set)
+    steps: dict[str, list[int]] = field(default_factory=dict)
+    line: str = ""
+
+    def add(self, step: RecordedStep, number: int) -> None:
+        """Adds a step, with its number."""
+        self.used -= step.cleared
+        given = {name: each for gradients in step.given.values() for name, each in gradients.items()}
+        for name in given.keys() & self.used:
+            self.steps.setdefault(name, []).append(number)
+            self.line = self.line or next((event.line for event in step.calls("backward")), "")
+        self.used |= {name for name, each in given.items() if bool(each.any())}
+
+    def found(self) -> list[Finding]:
+        """Returns what was found."""
+        if not self.steps:
+            return []
+        numbers = sorted({number for each in self.steps.values() for number in each})
+        text = f"in {'step' if len(numbers) == 1 else 'steps'} {listed([*map(str, numbers)])} the optimizer gets the "
+        text += f"gradients of the step before once more, added to the new ones: {len(self.steps)} parameters, "
+        text += f"{listed([*self.steps])}"
+        fix = "call optimizer.zero_grad() in each step, before the first backward pass"
+        return [Finding("order", "fault", text, tuple(self.steps), self.line, fix)]
+
+
+# ---- gradients of a step that was skipped
+
+
+def nan_stays(make: Maker) -> list[Finding]:
+    """Takes a step whose inputs are NaN; if the loop skips it, the next ones must be taken and be finite.
+
+    A loop that does not skip such a step is not this check's concern.
+    """
+    loop = make()
+    record_step(loop, 0)
+    batch = loop.batch(1) if loop.next_batch is None else loop.next_batch()
+    try:
+        skipped = poisoned_step(loop, batch)
+    except Exception:  # the loop stops itself at NaN
+        return []
+    if skipped.calls("optimizer") or not finite(loop.parameters):
+        return []
+    for number in range(AFTER):
+        step = record_step(loop, 2 + number)
+        if step.calls("optimizer") and finite(loop.parameters):
+            return []
+    kept = [name for name, each in step.left.items() if not bool(each.isfinite().all())]
+    if kept:
+        text = (
+            f"after a step that the loop skips for its NaN, the gradients of {len(kept)} parameters stay NaN, as they "
+        )
+        text += f"are not zeroed: the {AFTER} next steps are NaN too ({listed(kept)})"
+        fix = "call optimizer.zero_grad() before each backward pass, also after a step that was skipped"
+        line = next((event.line for event in step.calls("backward")), "")
+        return [Finding("order", "fault", text, (*kept, "zero_grad"), line, fix)]
+    buffers = [name for name, each in loop.model.named_buffers() if not bool(each.isfinite().all())]
+    text = f"after a step that the loop skips for its NaN, it does not take any of the {AFTER} next ones"
+    if buffers:
+        text += f": {listed(buffers)} stay NaN"
+    fix = "put the buffers back that they had before the step that is skipped" if buffers else ""
+    return [Finding("order", "fault" if buffers else "note", text, tuple(buffers), fix=fix)]
+
+
+def poisoned_step(loop: Loop, batch: Any) -> RecordedStep:
+    """Takes a step with NaN in place of the batch's numbers, or, if it has only integers, of the layers' outputs."""
+    handles = []
+    bad = poisoned(batch)
+    if bad is batch:
+        layers = [module for module in loop.model.modules() if not [*module.children()]]
+        handles = [module.register_forward_hook(lambda _module, _args, out: poisoned(out)) for module in layers]
+    try:
+        return record_step(loop, 1, bad)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def poisoned(value: Any) -> Any:
+    """Returns a value with NaN in place of all floating point numbers; the value itself if it has none."""
+    if isinstance(value, Tensor):
+        return value * torch.nan if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        parts = {name: poisoned(each) for name, each in value.items()}
+        same = all(parts[name] is each for name, each in value.items())
+        return value if same else parts
+    if isinstance(value, (list, tuple)):
+        items = [poisoned(each) for each in value]
+        same = all(one is two for one, two in zip(items, value, strict=True))
+        return value if same else type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def finite(parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Whether all parameters are finite."""
+    return all(bool(each.isfinite().all()) for each in parameters.values())

@@ -1,0 +1,131 @@
+"""The loss scale: a step under another scale must give the optimizers the same gradients.
+
+This holds for each correct loop, however it is written. It fails if gradients are clipped while they are scaled, in the
+step or in hooks of the backward pass, or if the loss is scaled or the gradients unscaled twice, or never.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stabletrain.beside.preflight.finding import Finding
+from stabletrain.beside.preflight.loop import Loop, Maker
+from stabletrain.beside.preflight.recording import RecordedStep, record_step
+
+POWERS = range(4, -25, -4)
+"""Powers of 2 by which the loop's own scale is multiplied, until two scales do not overflow in fp16.
+
+The largest first: gradients of small size show clipping only under a large scale, and lose fewest values to rounding.
+"""
+
+APART = 0.1
+"""Gradients that differ by more than this share are not the same.
+
+Rounding to fp16 changes a value by 0.05 %, and a few operations one after the other by a few times as much. A scale
+that has not been taken out again makes them differ by a factor of 16.
+"""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A first step under one loss scale.
+
+    Attributes:
+        scale: the loss scale.
+        step: the step.
+    """
+
+    scale: float
+    step: RecordedStep
+
+    @property
+    def unscaled(self) -> dict[str, Tensor]:
+        """The gradients of the backward pass, divided by the scale."""
+        return {name: each / self.scale for name, each in self.step.gradients.items()}
+
+
+def loss_scale(make: Maker) -> list[Finding]:
+    """Takes the first step under two loss scales, in fresh loops, and compares the gradients."""
+    scaler = make().scaler
+    if scaler is None or not scaler.is_enabled():
+        return []
+    own, runs = scaler.get_scale(), []
+    for power in POWERS:
+        loop = make()
+        assert loop.scaler is not None
+        scale = own * 2.0**power
+        loop.scaler.load_state_dict({**loop.scaler.state_dict(), "scale": scale})
+        step = record_step(loop)
+        if step.given:
+            runs.append(Scaled(scale, step))
+        if len(runs) == 2:
+            return compared(loop, *runs)
+    text = f"no step between the loss scales {own * 2.0 ** POWERS[0]:g} and {own * 2.0 ** POWERS[-1]:g} reaches an "
+    return [Finding("order", "not checked", text + "optimizer, so that the loss scale cannot be checked")]
+
+
+def compared(loop: Loop, high: Scaled, low: Scaled) -> list[Finding]:
+    """Compares two steps: first what the backward passes left, then what each optimizer was given."""
+    scales = f"under a loss scale of {high.scale:g} and of {low.scale:g}"
+    ratio = high.scale / low.scale
+    if backward_is_first(high.step) and differ(high.unscaled, low.unscaled):
+        line = high.step.calls("backward")[-1].line
+        longer = length(high.unscaled) / length(low.unscaled)
+        if abs(longer / ratio - 1) < APART:
+            text = f"the loss is scaled twice by the scaler: the gradients {scales}, divided by it, differ by a factor "
+            text += f"of {longer:.3g}, so that they are still scaled when the optimizer steps"
+            fix = "call scaler.scale(loss) once for each backward pass"
+        else:
+            text = f"the gradients are clipped while they are scaled by the scaler, in a hook of the backward pass: "
+            text += f"{scales} they differ by a factor of {longer:.3g}"
+            fix = "clip after scaler.unscale_(optimizer), not in hooks of the parameters"
+        return [Finding("order", "fault", text, ("scaler",), line, fix)]
+    found = []
+    for index in sorted(high.step.given.keys() & low.step.given.keys()):
+        one, two = high.step.given[index], low.step.given[index]
+        if differ(one, two):
+            longer = length(one) / length(two)
+            what = f"the gradients that optimizers.{index} gets {scales} differ by a factor of {longer:.3g}"
+            cause, fix, line = reason(high, index, ratio, longer)
+            found.append(Finding("order", "fault", f"{cause}: {what}", ("scaler", f"optimizers.{index}"), line, fix))
+    return found
+
+
+def reason(run: Scaled, index: int, ratio: float, longer: float) -> tuple[str, str, str]:
+    """Returns why an optimizer's gradients depend on the loss scale, what to do, and the line."""
+    events = run.step.events
+    begun = next(place for place, each in enumerate(events) if (each.kind, each.index) == ("optimizer", index))
+    line = events[begun].line
+    updates = [each for each in events[:begun] if each.kind == "scaler_update"]
+    if abs(longer / ratio - 1) < APART:
+        cause = "the scaler's scale is never taken out of the gradients"
+        return cause, "call scaler.step(optimizer) in place of optimizer.step()", line
+    if updates:
+        cause = "scaler.update() is called before the last optimizer has stepped, and forgets that its gradients are "
+        return f"{cause}unscaled: they are unscaled twice", "call scaler.update() once, at the end", updates[0].line
+    own = {name: each for name, each in run.unscaled.items() if name in run.step.given[index]}
+    unscaled = [each.line for each in events[:begun] if each.kind == "unscale" and each.index == index]
+    if abs(length(run.step.given[index]) / length(own) * run.scale - 1) < APART:
+        cause = "the gradients are unscaled twice, by hand and by the scaler"
+        return cause, "call scaler.unscale_(optimizer) alone, once for each optimizer", (unscaled or [line])[0]
+    cause = "the gradients are clipped, or otherwise changed, while they are still scaled by the scaler"
+    return cause, "call scaler.unscale_(optimizer) before clipping", (unscaled or [line])[0]
+
+
+def backward_is_first(step: RecordedStep) -> bool:
+    """Whether all backward passes come before the gradients are unscaled: then what they left is still scaled."""
+    kinds = [each.kind for each in step.events if each.kind in ("backward", "unscale", "scaler_step", "optimizer")]
+    return "backward" in kinds and "backward" not in kinds[kinds.count("backward") :]
+
+
+def differ(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
+    """Whether gradients differ by more than rounding explains."""
+    apart = {name: one[name].double() - two[name].double() for name in one.keys() & two.keys()}
+    return length(apart) > APART * max(length(one), length(two))
+
+
+def length(gradients: Mapping[str, Tensor]) -> float:
+    """Returns the norm of gradients, all taken together."""
+    return float(sum(each.double().square().sum() for each in gradients.values())) ** 0.5
