@@ -5,6 +5,8 @@
 | finding | what a check says: verdict, number, line, fix |
 | loop | what the checks are given of a loop, and how a fresh one is made |
 | recording | a few steps of a loop, with everything that they call |
+| structure, network, untrained | parameters and groups; the model by itself; parameters without gradient |
+| order, loss_scale, schedulers | old gradients; the loss scale; the learning rate |
 | checks | all checks, in their order, and `check_loop` |
 | report | what all checks say, on the terminal and as JSON |
 | own_run | the loop of a configured run |

@@ -7,7 +7,6 @@ step or in hooks of the backward pass, or if the loss is scaled or the gradients
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from stabletrain.beside.preflight.finding import Finding
@@ -68,38 +67,47 @@ def loss_scale(make: Maker) -> list[Finding]:
 
 def compared(loop: Loop, high: Scaled, low: Scaled) -> list[Finding]:
     """Compares two steps: first what the backward passes left, then what each optimizer was given."""
-    scales = f"under a loss scale of {high.scale:g} and of {low.scale:g}"
     ratio = high.scale / low.scale
     if backward_is_first(high.step) and differ(high.unscaled, low.unscaled):
         line = high.step.calls("backward")[-1].line
-        longer = length(high.unscaled) / length(low.unscaled)
-        if abs(longer / ratio - 1) < APART:
-            text = f"the loss is scaled twice by the scaler: the gradients {scales}, divided by it, differ by a factor "
-            text += f"of {longer:.3g}, so that they are still scaled when the optimizer steps"
-            fix = "call scaler.scale(loss) once for each backward pass"
+        if not high.step.calls("scale"):
+            cause, fix = "the loss is not scaled by the scaler", "call scaler.scale(loss).backward()"
+        elif abs(length(high.unscaled) / length(low.unscaled) / ratio - 1) < APART:
+            cause, fix = "the loss is scaled twice by the scaler", "call scaler.scale(loss) once for each backward pass"
         else:
-            text = f"the gradients are clipped while they are scaled by the scaler, in a hook of the backward pass: "
-            text += f"{scales} they differ by a factor of {longer:.3g}"
+            cause = "the gradients are clipped while they are scaled by the scaler, in a hook of the backward pass"
             fix = "clip after scaler.unscale_(optimizer), not in hooks of the parameters"
-        return [Finding("order", "fault", text, ("scaler",), line, fix)]
+        what = norms("of the backward pass, divided by the scale,", high, high.unscaled, low, low.unscaled)
+        return [Finding("order", "fault", f"{cause}: {what}", ("scaler",), line, fix)]
     found = []
     for index in sorted(high.step.given.keys() & low.step.given.keys()):
         one, two = high.step.given[index], low.step.given[index]
         if differ(one, two):
-            longer = length(one) / length(two)
-            what = f"the gradients that optimizers.{index} gets {scales} differ by a factor of {longer:.3g}"
-            cause, fix, line = reason(high, index, ratio, longer)
+            what = norms(f"that optimizers.{index} gets", high, one, low, two)
+            cause, fix, line = reason(high, index, length(one) / length(two) / ratio)
             found.append(Finding("order", "fault", f"{cause}: {what}", ("scaler", f"optimizers.{index}"), line, fix))
     return found
 
 
-def reason(run: Scaled, index: int, ratio: float, longer: float) -> tuple[str, str, str]:
-    """Returns why an optimizer's gradients depend on the loss scale, what to do, and the line."""
+def norms(which: str, high: Scaled, one: Mapping[str, Tensor], low: Scaled, two: Mapping[str, Tensor]) -> str:
+    """Returns in words how long the gradients are under both scales."""
+    text = f"the gradients {which} depend on the loss scale; their norm is {length(one):.3g} under a scale of "
+    return f"{text}{high.scale:g} and {length(two):.3g} under {low.scale:g}"
+
+
+def reason(run: Scaled, index: int, grows: float) -> tuple[str, str, str]:
+    """Returns why an optimizer's gradients depend on the loss scale, what to do, and the line.
+
+    Args:
+        run: one of the steps.
+        index: number of the optimizer.
+        grows: by what the gradients grow with the scale; 1 if as much as the scale does.
+    """
     events = run.step.events
     begun = next(place for place, each in enumerate(events) if (each.kind, each.index) == ("optimizer", index))
     line = events[begun].line
     updates = [each for each in events[:begun] if each.kind == "scaler_update"]
-    if abs(longer / ratio - 1) < APART:
+    if abs(grows - 1) < APART:
         cause = "the scaler's scale is never taken out of the gradients"
         return cause, "call scaler.step(optimizer) in place of optimizer.step()", line
     if updates:

@@ -33,6 +33,13 @@ def split_ties(model: nn.Module) -> list[Finding]:
             elif owners.isdisjoint(other_owners) and tensor.ndim >= 2 and copies(tensor, other):
                 text = f"{name} equals {other_name} in all {tensor.numel()} values and is another parameter: "
                 text += "a copy has split tied weights, which will now differ"
+            elif owners == other_owners == {nn.Embedding} and copies(tensor, other):
+                text = (
+                    f"{name} equals {other_name} in all {tensor.numel()} values: they begin as copies, and will differ"
+                )
+                fix = f"if they are to be one embedding: model.{name} = model.{other_name}"
+                found.append(Finding("structure", "note", text, places, fix=fix))
+                continue
             else:
                 continue
             fix = f"assign the parameter itself, after all copies: model.{name} = model.{other_name}"
@@ -53,8 +60,8 @@ def owned(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, set[type]]]:
 
 def local(parameter: Tensor) -> Tensor:
     """Returns a parameter's values on this rank, without its history."""
-    whole = parameter.detach()
-    return whole.to_local() if hasattr(whole, "to_local") else whole
+    to_local = getattr(parameter.detach(), "to_local", None)  # of a tensor that is divided among ranks
+    return parameter.detach() if to_local is None else to_local()
 
 
 def copies(one: Tensor, two: Tensor) -> bool:
@@ -120,9 +127,12 @@ def in_eval_mode(
     whole = "" in evaluating
     certain = any(differs or is_pytorchs(modules[name]) for name in inside)
     shown = [name or "model" for name in inside or matters]
-    what = "the model is" if whole else f"{listed(shown)} {'is' if len(shown) == 1 else 'are'} trained and"
-    text = f"{what} in eval mode{when}: "
-    text += "dropout does nothing there, and BatchNorm uses its running statistics in place of the batch's"
+    kinds = {type(modules[name]).__name__ for name in inside or matters}
+    text = f"{'the model' if whole else 'a trained part of the model'} is in eval mode{when}, in which "
+    text += (
+        f"{listed(sorted(kinds))} behave differently (dropout does nothing, BatchNorm uses its running statistics): "
+    )
+    text += listed(shown)
     places = (*(("model",) if whole else ()), *shown)
     fix = "call model.train() before each training step, and after each evaluation"
     return [Finding("structure", "fault" if certain else "note", text, places, fix=fix)]

@@ -1,5 +1,6 @@
 """The order of a step's parts: gradients that stay from the step before, the loss scale, and schedulers."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from stabletrain.beside.preflight.finding import Finding, listed
 from stabletrain.beside.preflight.loop import Loop, Maker
 from stabletrain.beside.preflight.loss_scale import loss_scale
-from stabletrain.beside.preflight.recording import RecordedStep, record_step
+from stabletrain.beside.preflight.recording import RecordedStep, parameters_of, record_step
 from stabletrain.beside.preflight.schedulers import schedulers
 
 FEWEST, MOST = 4, 32
@@ -26,13 +27,14 @@ def check(make: Maker) -> list[Finding]:
     loop = make()
     if loop.step is None:
         return [Finding("order", "not checked", "make() returned no 'step', which is the order that is checked")]
-    left, steps = LeftOver(), []
-    while len(steps) < FEWEST or (len(steps) <= min(loop.epoch or FEWEST, MOST) and waits(loop, steps)):
+    left, steps, found = LeftOver(), [], []
+    while len(steps) < FEWEST or (len(steps) <= loop.epoch <= MOST and waits(loop, steps)):
         step = record_step(loop, len(steps))
         left.add(step, len(steps) + 1)
+        found = found or misused(loop, step)
         step.gradients, step.left, step.given = {}, {}, {}  # only their names are needed, and they are large
         steps.append(step)
-    found = [*left.found(), *schedulers(loop, steps, whole=0 < loop.epoch < len(steps))]
+    found += [*left.found(), *schedulers(loop, steps, whole=0 < loop.epoch < len(steps))]
     found += [*loss_scale(make), *nan_stays(make)]
     text = f"{len(steps)} steps: each begins without old gradients, and schedulers and loss scale are used once a step"
     return found or [Finding("order", "passed", text)]
@@ -66,9 +68,9 @@ class LeftOver:
         """Adds a step, with its number."""
         self.used -= step.cleared
         given = {name: each for gradients in step.given.values() for name, each in gradients.items()}
-        for name in given.keys() & self.used:
+        for name in [name for name in given if name in self.used]:
             self.steps.setdefault(name, []).append(number)
-            self.line = self.line or next((event.line for event in step.calls("backward")), "")
+            self.line = self.line or first_line(step)
         self.used |= {name for name, each in given.items() if bool(each.any())}
 
     def found(self) -> list[Finding]:
@@ -81,6 +83,34 @@ class LeftOver:
         text += f"{listed([*self.steps])}"
         fix = "call optimizer.zero_grad() in each step, before the first backward pass"
         return [Finding("order", "fault", text, tuple(self.steps), self.line, fix)]
+
+
+# ---- each optimizer once, with the gradients
+
+
+def misused(loop: Loop, step: RecordedStep) -> list[Finding]:
+    """Finds an optimizer that steps twice with the same gradients, or after they have been zeroed."""
+    found = []
+    for index, optimizer in enumerate(loop.optimizers):
+        place = (f"optimizers.{index}",)
+        kinds = [event for event in step.events if event.kind == "backward" or event.index == index]
+        kinds = [event for event in kinds if event.kind in ("backward", "optimizer", "updated")]
+        for one, two in itertools.pairwise(kinds):  # `optimizer` twice in a row is an optimizer that wraps another
+            if (one.kind, two.kind) == ("updated", "optimizer"):
+                text = f"optimizers.{index} steps twice with the same gradients"
+                fix = "call one of optimizer.step() and scaler.step(optimizer), once after each backward pass"
+                found.append(Finding("order", "fault", text, place, two.line, fix))
+                break
+        names = [loop.name_of(each) for each in parameters_of(optimizer)]
+        given = step.given.get(index)
+        had = any(bool(step.gradients[name].any()) for name in names if name in step.gradients)
+        if given is not None and had and not any(bool(each.any()) for each in given.values()):
+            text = f"the gradients of optimizers.{index} are zeroed after the backward pass and before its step: "
+            text += "it trains nothing"
+            line = next((event.line for event in reversed(step.events) if event.kind == "zero_grad"), "")
+            fix = "call optimizer.zero_grad() before the backward pass, or after optimizer.step()"
+            found.append(Finding("order", "fault", text, (*place, "zero_grad"), line, fix))
+    return found
 
 
 # ---- gradients of a step that was skipped
@@ -100,10 +130,18 @@ def nan_stays(make: Maker) -> list[Finding]:
         return []
     if skipped.calls("optimizer") or not finite(loop.parameters):
         return []
+    buffers = [name for name, each in loop.model.named_buffers() if not bool(each.isfinite().all())]
     for number in range(AFTER):
-        step = record_step(loop, 2 + number)
+        try:
+            step = record_step(loop, 2 + number)
+        except Exception as error:  # such as unscale_() twice
+            text = (
+                f"after a step that the loop skips for its NaN, the next one fails with {type(error).__name__}: {error}"
+            )
+            fix = "skip a step only after scaler.update() and optimizer.zero_grad()"
+            return [Finding("order", "fault", text, ("zero_grad",), fix=fix)]
         if step.calls("optimizer") and finite(loop.parameters):
-            return []
+            return poisoned_buffers(buffers)
     kept = [name for name, each in step.left.items() if not bool(each.isfinite().all())]
     if kept:
         text = (
@@ -111,14 +149,18 @@ def nan_stays(make: Maker) -> list[Finding]:
         )
         text += f"are not zeroed: the {AFTER} next steps are NaN too ({listed(kept)})"
         fix = "call optimizer.zero_grad() before each backward pass, also after a step that was skipped"
-        line = next((event.line for event in step.calls("backward")), "")
-        return [Finding("order", "fault", text, (*kept, "zero_grad"), line, fix)]
-    buffers = [name for name, each in loop.model.named_buffers() if not bool(each.isfinite().all())]
-    text = f"after a step that the loop skips for its NaN, it does not take any of the {AFTER} next ones"
-    if buffers:
-        text += f": {listed(buffers)} stay NaN"
-    fix = "put the buffers back that they had before the step that is skipped" if buffers else ""
-    return [Finding("order", "fault" if buffers else "note", text, tuple(buffers), fix=fix)]
+        return [Finding("order", "fault", text, (*kept, "zero_grad"), first_line(step), fix)]
+    text = f"after a step that the loop skips for its NaN, it skips each of the {AFTER} next ones too"
+    return [*poisoned_buffers(buffers), Finding("order", "note", text)]
+
+
+def poisoned_buffers(buffers: list[str]) -> list[Finding]:
+    """Returns what is said of buffers that a skipped step has left NaN."""
+    if not buffers:
+        return []
+    text = f"a step that the loop skips for its NaN leaves NaN in {listed(buffers)}: the model is NaN in eval mode"
+    fix = "restore the buffers of the model after a step that is skipped; stabletrain.Guard does"
+    return [Finding("order", "note", text, tuple(buffers), fix=fix)]
 
 
 def poisoned_step(loop: Loop, batch: Any) -> RecordedStep:
@@ -148,6 +190,11 @@ def poisoned(value: Any) -> Any:
         same = all(one is two for one, two in zip(items, value, strict=True))
         return value if same else type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def first_line(step: RecordedStep) -> str:
+    """Returns the line of the first backward pass of a step."""
+    return next((event.line for event in step.calls("backward")), "")
 
 
 def finite(parameters: Mapping[str, nn.Parameter]) -> bool:

@@ -22,8 +22,8 @@ class Event:
     """A call of a part of the step.
 
     Attributes:
-        kind: `backward`, `zero_grad`, `unscale`, `optimizer` (its step begins), `updated` (it has ended), `scheduler`,
-            `scaler_step` or `scaler_update`.
+        kind: `backward`, `zero_grad`, `scale`, `unscale`, `optimizer` (its step begins), `updated` (it has ended),
+            `scheduler`, `scaler_step` or `scaler_update`.
         index: number of the optimizer or scheduler; -1 if it is none of the loop's, or does not matter.
         line: of the user's code that called it, `file:line`.
     """
@@ -45,7 +45,7 @@ class RecordedStep:
         gradients: copies after the last backward pass, by name; still scaled. A parameter without gradient is missing.
         given: the same when each optimizer steps, of its own parameters, by number of the optimizer.
         lrs: learning rate of each group, `lrs[optimizer][group]`, with which the optimizers stepped.
-        scheduled: learning rates that each scheduler has last set when the optimizers stepped, by number of the scheduler.
+        scheduled: learning rates that each scheduler has set last when the optimizers stepped, by its number.
         training: whether the model was in training mode at the first backward pass.
         evaluating: names of the modules that were in eval mode then; the model's own name is empty.
     """
@@ -154,7 +154,8 @@ def recording(loop: Loop) -> Generator[RecordedStep, None, None]:
         stack.enter_context(replaced(torch.autograd, "backward", backward))
         stack.enter_context(replaced(Optimizer, "zero_grad", zero_grad))
         stack.enter_context(replaced(nn.Module, "zero_grad", zero_grad))
-        for name, kind in (("unscale_", "unscale"), ("step", "scaler_step"), ("update", "scaler_update")):
+        calls = {"scale": "scale", "unscale_": "unscale", "step": "scaler_step", "update": "scaler_update"}
+        for name, kind in calls.items():
             stack.enter_context(replaced(GradScaler, name, functools.partial(scaler, kind)))
         for index, each in enumerate(loop.schedulers):
             stack.enter_context(replaced(each, "step", functools.partial(scheduler, index)))

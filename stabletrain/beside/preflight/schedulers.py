@@ -1,6 +1,9 @@
-"""Schedulers of the learning rate: stepped before the optimizer, twice, never, for another optimizer, or overwritten."""
+"""Schedulers of the learning rate: stepped first, twice, never, for another optimizer, or overwritten."""
 
+import itertools
 from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stabletrain.beside.preflight.finding import Finding
 from stabletrain.beside.preflight.loop import Loop
@@ -24,7 +27,7 @@ def schedulers(loop: Loop, steps: list[RecordedStep], *, whole: bool) -> list[Fi
             found.append(Finding("order", "fault", text, (f"schedulers.{index}",), fix=fix))
         else:
             found += (
-                never(index, steps, whole=whole)
+                never(index, steps, whole=whole and not isinstance(scheduler, ReduceLROnPlateau))
                 or comes_first(index, optimizer, steps)
                 or twice(index, optimizer, steps)
                 or overwritten(index, optimizer, loop, steps)
@@ -57,11 +60,15 @@ def is_schedule(event: Event, index: int) -> bool:
 
 
 def never(index: int, steps: list[RecordedStep], *, whole: bool) -> list[Finding]:
-    """Finds a scheduler that does not step."""
+    """Finds a scheduler that does not step: for certain if `whole`, which one that waits for evaluations never is."""
     if any(is_schedule(event, index) for step in steps for event in step.events):
         return []
     text = f"schedulers.{index} has not stepped in {len(steps)} steps"
-    text += ", more than an epoch: the learning rate stays where it is" if whole else "; it may do so once an epoch"
+    text += (
+        ", more than an epoch: the learning rate stays where it is"
+        if whole
+        else "; it may do so after an epoch or an evaluation"
+    )
     fix = "call scheduler.step() after optimizer.step()"
     return [Finding("order", "fault" if whole else "note", text, (f"schedulers.{index}",), fix=fix)]
 
@@ -83,7 +90,7 @@ def twice(index: int, optimizer: int, steps: list[RecordedStep]) -> list[Finding
     stepping, again, lines = 0, 0, []
     for step in steps:
         kept = [event for event in step.events if is_schedule(event, index) or is_step(event, optimizer)]
-        pairs = [two for one, two in zip(kept, kept[1:], strict=False) if one.kind == two.kind == "scheduler"]
+        pairs = [two for one, two in itertools.pairwise(kept) if one.kind == two.kind == "scheduler"]
         stepping += any(event.kind == "scheduler" for event in kept)
         again += bool(pairs)
         lines += [event.line for event in pairs]
@@ -105,7 +112,7 @@ def overwritten(index: int, optimizer: int, loop: Loop, steps: list[RecordedStep
     pairs = [
         (step.lrs[optimizer], [step.scheduled[place] for place in siblings], step)
         for step in steps
-        if optimizer in step.lrs and step.scheduled.get(index)
+        if optimizer in step.lrs and len(step.scheduled.get(index, ())) == len(step.lrs[optimizer])
     ]
     other = [(used, scheduled, step) for used, scheduled, step in pairs if used not in scheduled]
     if not other:
