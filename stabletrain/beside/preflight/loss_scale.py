@@ -82,7 +82,7 @@ def compared(loop: Loop, high: Scaled, low: Scaled) -> list[Finding]:
     found = []
     for index in sorted(high.step.given.keys() & low.step.given.keys()):
         one, two = high.step.given[index], low.step.given[index]
-        if differ(one, two):
+        if differ(one, two) or never_unscaled(high, index):
             what = norms(f"that optimizers.{index} gets", high, one, low, two)
             cause, fix, line = reason(high, index, length(one) / length(two) / ratio)
             found.append(Finding("order", "fault", f"{cause}: {what}", ("scaler", f"optimizers.{index}"), line, fix))
@@ -91,8 +91,8 @@ def compared(loop: Loop, high: Scaled, low: Scaled) -> list[Finding]:
 
 def norms(which: str, high: Scaled, one: Mapping[str, Tensor], low: Scaled, two: Mapping[str, Tensor]) -> str:
     """Returns in words how long the gradients are under both scales."""
-    text = f"the gradients {which} depend on the loss scale; their norm is {length(one):.3g} under a scale of "
-    return f"{text}{high.scale:g} and {length(two):.3g} under {low.scale:g}"
+    text = f"the gradients {which} are not those of the loss alone; their norm is {length(one):.3g} under a loss scale "
+    return f"{text}of {high.scale:g} and {length(two):.3g} under one of {low.scale:g}"
 
 
 def reason(run: Scaled, index: int, grows: float) -> tuple[str, str, str]:
@@ -107,7 +107,7 @@ def reason(run: Scaled, index: int, grows: float) -> tuple[str, str, str]:
     begun = next(place for place, each in enumerate(events) if (each.kind, each.index) == ("optimizer", index))
     line = events[begun].line
     updates = [each for each in events[:begun] if each.kind == "scaler_update"]
-    if abs(grows - 1) < APART:
+    if abs(grows - 1) < APART or never_unscaled(run, index):
         cause = "the scaler's scale is never taken out of the gradients"
         return cause, "call scaler.step(optimizer) in place of optimizer.step()", line
     if updates:
@@ -120,6 +120,18 @@ def reason(run: Scaled, index: int, grows: float) -> tuple[str, str, str]:
         return cause, "call scaler.unscale_(optimizer) alone, once for each optimizer", (unscaled or [line])[0]
     cause = "the gradients are clipped, or otherwise changed, while they are still scaled by the scaler"
     return cause, "call scaler.unscale_(optimizer) before clipping", (unscaled or [line])[0]
+
+
+def never_unscaled(run: Scaled, index: int) -> bool:
+    """Whether an optimizer is given longer gradients than those of the loss, and the scaler has not unscaled them.
+
+    Clipping to a small norm hides that they depend on the scale, but never makes gradients longer.
+    """
+    if any(each.kind in ("unscale", "scaler_step") and each.index == index for each in run.step.events):
+        return False
+    given = run.step.given[index]
+    own = {name: each for name, each in run.unscaled.items() if name in given}
+    return backward_is_first(run.step) and length(given) > (1 + APART) * length(own)
 
 
 def backward_is_first(step: RecordedStep) -> bool:

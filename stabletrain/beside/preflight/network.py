@@ -126,13 +126,10 @@ def in_eval_mode(
     inside = [name for name in matters if name == "" or name.rpartition(".")[0] in evaluating]
     whole = "" in evaluating
     certain = any(differs or is_pytorchs(modules[name]) for name in inside)
-    shown = [name or "model" for name in inside or matters]
-    kinds = {type(modules[name]).__name__ for name in inside or matters}
-    text = f"{'the model' if whole else 'a trained part of the model'} is in eval mode{when}, in which "
-    text += (
-        f"{listed(sorted(kinds))} behave differently (dropout does nothing, BatchNorm uses its running statistics): "
-    )
-    text += listed(shown)
+    shown = [name for name in inside or matters if name]
+    effects = sorted({effect(modules[name]) for name in inside or matters})
+    text = f"{'the model' if whole else 'a trained part of the model'} is in eval mode{when}: {', '.join(effects)}"
+    text += f" ({listed(shown)})" if shown else ""
     places = (*(("model",) if whole else ()), *shown)
     fix = "call model.train() before each training step, and after each evaluation"
     return [Finding("structure", "fault" if certain else "note", text, places, fix=fix)]
@@ -154,6 +151,15 @@ def mode_matters(module: nn.Module) -> bool:
         return isinstance(dropout, float) and dropout > 0
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and "training" in code.co_names
+
+
+def effect(module: nn.Module) -> str:
+    """Returns what eval mode does to a module for which it matters."""
+    if isinstance(module, _NormBase):
+        return "BatchNorm uses its running statistics in place of the batch's"
+    if is_pytorchs(module):
+        return "dropout does nothing"
+    return f"{type(module).__name__}.forward reads self.training"
 
 
 def is_trained(name: str, modules: dict[str, nn.Module]) -> bool:

@@ -101,10 +101,11 @@ def misused(loop: Loop, step: RecordedStep) -> list[Finding]:
                 fix = "call one of optimizer.step() and scaler.step(optimizer), once after each backward pass"
                 found.append(Finding("order", "fault", text, place, two.line, fix))
                 break
+        if [event.kind for event in kinds[:2]] != ["backward", "optimizer"]:  # not LBFGS, which calls backward itself
+            continue
         names = [loop.name_of(each) for each in parameters_of(optimizer)]
-        given = step.given.get(index)
         had = any(bool(step.gradients[name].any()) for name in names if name in step.gradients)
-        if given is not None and had and not any(bool(each.any()) for each in given.values()):
+        if had and not any(bool(each.any()) for each in step.given[index].values()):
             text = f"the gradients of optimizers.{index} are zeroed after the backward pass and before its step: "
             text += "it trains nothing"
             line = next((event.line for event in reversed(step.events) if event.kind == "zero_grad"), "")
@@ -122,7 +123,8 @@ def nan_stays(make: Maker) -> list[Finding]:
     A loop that does not skip such a step is not this check's concern.
     """
     loop = make()
-    record_step(loop, 0)
+    if not record_step(loop, 0).calls("optimizer"):  # it overflows, or takes several calls
+        return []
     batch = loop.batch(1) if loop.next_batch is None else loop.next_batch()
     try:
         skipped = poisoned_step(loop, batch)

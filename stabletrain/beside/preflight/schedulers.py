@@ -74,10 +74,13 @@ def never(index: int, steps: list[RecordedStep], *, whole: bool) -> list[Finding
 
 
 def comes_first(index: int, optimizer: int, steps: list[RecordedStep]) -> list[Finding]:
-    """Finds a scheduler that steps before its optimizer has stepped for the first time."""
-    events = [event for step in steps for event in step.events]
-    begun = next((place for place, event in enumerate(events) if is_step(event, optimizer)), 0)
-    early = [event for event in events[:begun] if is_schedule(event, index)]
+    """Finds a scheduler that steps before its optimizer has stepped for the first time.
+
+    Steps in which the optimizer does not step are left out: a scheduler may count steps of another optimizer too.
+    """
+    events = next((step.events for step in steps if any(is_step(event, optimizer) for event in step.events)), [])
+    early = [*itertools.takewhile(lambda event: not is_step(event, optimizer), events)]
+    early = [event for event in early if is_schedule(event, index)]
     if not early:
         return []
     text = f"schedulers.{index} steps before optimizers.{optimizer}: its first learning rate is never used"

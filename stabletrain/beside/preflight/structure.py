@@ -1,7 +1,7 @@
 """Parameters and groups: stale, in no group, in two, without gradient; tied weights split by a copy; eval mode."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -106,7 +106,7 @@ def all_stale(missing: list[str], stale: list[str], names: dict[str, Tensor]) ->
     return bool(missing) and shapes <= Counter(names[name].shape for name in stale)
 
 
-def in_no_group(missing: list[str], trainable: dict[str, Tensor], seen: Gradients | None) -> list[Finding]:
+def in_no_group(missing: list[str], trainable: Mapping[str, Tensor], seen: Gradients | None) -> list[Finding]:
     """Finds trainable parameters that no optimizer has.
 
     A minority that the loss depends on was forgotten. If it is most of the model, the optimizer was given a head or
