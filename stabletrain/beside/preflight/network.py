@@ -20,31 +20,26 @@ def split_ties(model: nn.Module) -> list[Finding]:
     Copies are said to be split only between modules of different classes, such as an embedding and a linear head:
     layers of the same class are often made as copies of each other (`nn.TransformerEncoder` does).
     """
-    found = []
-    of_shape: dict[tuple, list[tuple[str, Tensor, set[type]]]] = {}
+    found, earlier = [], []
     for name, parameter, owners in owned(model):
         tensor = local(parameter)
         if not parameter.requires_grad or tensor.numel() < 2 or tensor.is_meta:
             continue
-        for other_name, other, other_owners in of_shape.setdefault((tensor.shape, tensor.dtype, tensor.device), []):
-            places = (name, other_name)
+        for other_name, other, other_owners in earlier:
+            if (tensor.shape, tensor.dtype, tensor.device) != (other.shape, other.dtype, other.device):
+                continue
+            places, fix = (name, other_name), f"assign the parameter itself, after all copies: {name} = {other_name}"
             if tensor.data_ptr() == other.data_ptr():
                 text = f"{name} and {other_name} are two parameters in the same memory: each step updates it twice"
-            elif owners.isdisjoint(other_owners) and tensor.ndim >= 2 and copies(tensor, other):
+                found.append(Finding("structure", "fault", text, places, fix=fix))
+            elif owners.isdisjoint(other_owners) and copies(tensor, other):
                 text = f"{name} equals {other_name} in all {tensor.numel()} values and is another parameter: "
-                text += "a copy has split tied weights, which will now differ"
+                text += "a copy has split tied weights, which training moves apart"
+                found.append(Finding("structure", "fault", text, places, fix=fix))
             elif owners == other_owners == {nn.Embedding} and copies(tensor, other):
-                text = (
-                    f"{name} equals {other_name} in all {tensor.numel()} values: they begin as copies, and will differ"
-                )
-                fix = f"if they are to be one embedding: model.{name} = model.{other_name}"
-                found.append(Finding("structure", "note", text, places, fix=fix))
-                continue
-            else:
-                continue
-            fix = f"assign the parameter itself, after all copies: model.{name} = model.{other_name}"
-            found.append(Finding("structure", "fault", text, places, fix=fix))
-        of_shape[tensor.shape, tensor.dtype, tensor.device].append((name, tensor, owners))
+                text = f"{name} equals {other_name} in all {tensor.numel()} values: training moves them apart"
+                found.append(Finding("structure", "note", text, places, fix=f"if they are meant to be one, {fix}"))
+        earlier.append((name, tensor, owners))
     return found
 
 
@@ -66,6 +61,8 @@ def local(parameter: Tensor) -> Tensor:
 
 def copies(one: Tensor, two: Tensor) -> bool:
     """Whether two matrices have the same values, and values that only a copy can share."""
+    if one.ndim < 2:
+        return False
     if not torch.equal(one[0], two[0]) or not torch.equal(one, two):  # the first row is cheap and nearly always differs
         return False
     return len(one.flatten()[:4096].unique()) > DISTINCT

@@ -14,8 +14,8 @@ from stabletrain.beside.preflight.loss_scale import loss_scale
 from stabletrain.beside.preflight.recording import RecordedStep, parameters_of, record_step
 from stabletrain.beside.preflight.schedulers import schedulers
 
-FEWEST, MOST = 4, 32
-"""Steps that are recorded: four show what happens every second step; more are taken, up to an epoch and one step, only
+FEWEST, MOST = 3, 32
+"""Steps that are recorded: three show what happens every second step; more are taken, up to an epoch and one step, only
 while a scheduler has not stepped."""
 
 AFTER = 3

@@ -12,7 +12,7 @@ from stabletrain.beside.preflight.network import hidden_tensors, in_eval_mode, s
 from stabletrain.beside.preflight.recording import RecordedStep, parameters_of, record_step
 from stabletrain.beside.preflight.untrained import Gradients, gradients_of_losses, named, without_gradient
 
-FEWEST, MOST = 3, 10
+FEWEST, MOST = 2, 10
 """Steps that are recorded: an evaluation may leave the model in eval mode, after a step or after a short epoch."""
 
 
@@ -20,6 +20,7 @@ def check(make: Maker) -> list[Finding]:
     """Checks a loop's parameters, and the model by itself."""
     seen = gradients_of_losses(make())
     loop = make()
+    ties = split_ties(loop.model)
     evaluating: list[list[str]] = []
     twice: dict[str, tuple[int, int]] = {}
     steps = loop.epoch + 2 if FEWEST <= loop.epoch + 2 <= MOST else FEWEST
@@ -30,7 +31,7 @@ def check(make: Maker) -> list[Finding]:
         for gradients in (step.gradients, *step.given.values()):
             seen.add(gradients)
     found = [*groups(loop.model, loop.optimizers, seen, twice), *without_gradient(make, loop, seen)]
-    return [*found, *split_ties(make().model), *modes(make, evaluating)] or passed(loop.model, loop.optimizers)
+    return [*found, *ties, *modes(make, loop.model, evaluating)] or passed(loop.model, loop.optimizers)
 
 
 def structure_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Finding]:
@@ -188,14 +189,14 @@ def not_the_models(hidden: list[str], seen: Gradients) -> list[Finding]:
 # ---- the mode of the model
 
 
-def modes(make: Maker, evaluating: list[list[str]]) -> list[Finding]:
+def modes(make: Maker, model: nn.Module, evaluating: list[list[str]]) -> list[Finding]:
     """Finds trained parts that are in eval mode in the backward pass of a step.
 
     Args:
         make: makes fresh loops.
+        model: of one of them.
         evaluating: names of the modules in eval mode, for each step that was recorded.
     """
-    model = make().model
     if not evaluating:
         return in_eval_mode(model)
     for number, names in enumerate(evaluating):
