@@ -50,8 +50,8 @@ def optimizer_of(scheduler: Any, loop: Loop) -> int | None:
 
 
 def is_step(event: Event, optimizer: int) -> bool:
-    """Whether an optimizer steps, or would have stepped if its gradients had not overflowed."""
-    return event.kind in ("optimizer", "scaler_step") and event.index == optimizer
+    """Whether an optimizer steps."""
+    return event.kind == "optimizer" and event.index == optimizer
 
 
 def is_schedule(event: Event, index: int) -> bool:
@@ -112,25 +112,21 @@ def overwritten(index: int, optimizer: int, loop: Loop, steps: list[RecordedStep
     a warmup, may adjust it on purpose.
     """
     siblings = [place for place, each in enumerate(loop.schedulers) if optimizer_of(each, loop) == optimizer]
-    pairs = [
-        (step.lrs[optimizer], [step.scheduled[place] for place in siblings], step)
-        for step in steps
-        if optimizer in step.lrs and len(step.scheduled.get(index, ())) == len(step.lrs[optimizer])
-    ]
-    other = [(used, scheduled, step) for used, scheduled, step in pairs if used not in scheduled]
-    if not other:
+    steps = [step for step in steps if len(step.scheduled.get(index, ())) == len(step.lrs.get(optimizer, ())) > 0]
+    differ = [step for step in steps if all(step.lrs[optimizer] != step.scheduled[each] for each in siblings)]
+    if not differ:
         return []
-    groups = range(len(other[0][0]))
-    used = [[rates[group] for rates, _, _ in pairs] for group in groups]
-    wanted = [[step.scheduled[index][group] for _, _, step in pairs] for group in groups]
+    groups = range(len(differ[0].lrs[optimizer]))
+    used = [[step.lrs[optimizer][group] for step in steps] for group in groups]
+    wanted = [[step.scheduled[index][group] for step in steps] for group in groups]
     fixed = [group for group in groups if len(set(used[group])) == 1 < len(set(wanted[group]))]
     group = fixed[0] if fixed else 0
     places = (f"schedulers.{index}", f"optimizers.{optimizer}.param_groups[{group}].lr")
     text = f"the learning rate of optimizers.{optimizer} is not the one that schedulers.{index} sets: "
     if fixed:
-        text += f"it is {used[group][0]:g} in each of {len(pairs)} steps, and the scheduler's goes from "
+        text += f"it is {used[group][0]:g} in each of {len(steps)} steps, and the scheduler's goes from "
         text += f"{wanted[group][0]:g} to {wanted[group][-1]:g}; it is overwritten"
     else:
-        text += f"it is {other[0][0][0]:g} where the scheduler's is {other[0][2].scheduled[index][0]:g}"
+        text += f"it is {differ[0].lrs[optimizer][0]:g} where the scheduler's is {differ[0].scheduled[index][0]:g}"
     fix = "do not set group['lr'] beside a scheduler"
     return [Finding("order", "fault" if fixed else "note", text, places, fix=fix)]

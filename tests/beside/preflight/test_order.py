@@ -104,6 +104,13 @@ class ZeroesAtEnd(Plain):
         super().zero_grad()
 
 
+class ZeroesInPlace(Plain):
+    """Gradients are 0 and not missing."""
+
+    def zero_grad(self):
+        self.optimizers[0].zero_grad(set_to_none=False)
+
+
 class OverCalls(ZeroesAtEnd):
     """Adds up the gradients of two calls."""
 
@@ -405,7 +412,19 @@ def test_a_fault_is_told_with_its_places_its_line_and_what_to_do(loop):
     assert fix in found.fix
 
 
-CLEAN = [Plain, Half, Overflows, ZeroesAtEnd, OverCalls, LBFGS, SkipsNaN, StopsAtNaN, OncePerEpoch, TwoSchedules]
+CLEAN = [
+    Plain,
+    Half,
+    Overflows,
+    ZeroesAtEnd,
+    ZeroesInPlace,
+    OverCalls,
+    LBFGS,
+    SkipsNaN,
+    StopsAtNaN,
+    OncePerEpoch,
+    TwoSchedules,
+]
 
 
 @pytest.mark.parametrize("loop", CLEAN, ids=lambda loop: loop.__name__)
