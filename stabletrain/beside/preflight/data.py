@@ -1,9 +1,506 @@
-"""The data: repeated batches, ranks with the same ones, constant, ignored or impossible targets, unscaled inputs."""
+"""The data: repeated batches, ranks with the same ones, constant, ignored or impossible targets, unscaled inputs.
 
-from stabletrain.beside.preflight.finding import Finding
-from stabletrain.beside.preflight.loop import Maker
+Each check proves what it says by counts over an epoch, or over its first batches if it is long. Which of a batch's
+tensors are targets is seen in a call of the loss (`tracing`).
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stabletrain.beside.preflight.finding import Finding, listed
+from stabletrain.beside.preflight.loop import Loop, Maker
+from stabletrain.beside.preflight.tracing import Input, Traced, Use, tensors_of, trace
+
+BATCHES, RANKS, TRACED, UNKNOWN = 32, 4, 4, 8
+"""Most batches and ranks that are looked at, most batches of a rank that the loss is called with, and how
+many batches are looked at if the length of an epoch is unknown."""
+
+MOST_VALUES = 2**27
+"""Most numbers that are read of a rank's batches: half a GiB in fp32."""
+
+CHANCE = 1e-6
+"""What would be as rare as this by chance is not taken for chance."""
+
+DISTINCT = 4
+"""Rows in a batch from which on two equal batches are no accident, even if the data have some equal rows."""
+
+MANY = 1024
+"""Number of targets from which on one value for all is wrong, even if not the whole epoch was seen."""
+
+FAR = 30
+"""How far inputs are from zero mean and unit spread to be called a fault. Images in bytes are 100 or more, data that
+are only not standardized, such as images between 0 and 1, are below 3."""
+
+DARK = 1 / 255
+"""Spread of inputs that are called too small: that of images between 0 and 1 which were divided by 255 once more."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """A tensor of the batch that holds targets.
+
+    Attributes:
+        name: its place in the batch, such as `batch[1]`.
+        classes: number of classes; 0 if the targets are no class numbers.
+        ignored: the class number that the loss leaves out; None if there is none.
+        compared: whether predictions are compared with them alone; not so if another part of the loss has constant
+            targets that it makes itself, as that of a GAN has, or if they are compared with a derivative.
+        one_hot: whether the loss makes them one-hot itself; then a label out of range raises no error.
+        line: of the user's code that passes them to the loss.
+    """
+
+    name: str
+    classes: int = 0
+    ignored: int | None = None
+    compared: bool = True
+    one_hot: bool = False
+    line: str = ""
+
+
+@dataclass
+class Column:
+    """Counts of one tensor of a rank's batches. A value that is ignored does not count.
+
+    Attributes:
+        ignored: see `Targets`.
+        rows: number of rows.
+        empty: rows of which all values are ignored.
+        constant: rows of which all values are the same, by this value.
+        total: number of values.
+        labels: number of values by class; of integers only.
+    """
+
+    ignored: int | None = None
+    rows: int = 0
+    empty: int = 0
+    constant: Counter[float] = field(default_factory=Counter)
+    total: int = 0
+    labels: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def kept(self) -> int:
+        """Number of class numbers that are not ignored."""
+        return self.labels.total()
+
+    @property
+    def only(self) -> float | None:
+        """The one value of all rows; None if there are several, or none."""
+        [value, *others] = [*self.constant] or [None]
+        return None if others or self.constant.total() + self.empty < self.rows else value
+
+    def add(self, tensor: Tensor) -> None:
+        """Adds a batch's tensor, `[rows, ...]`."""
+        values = tensor.detach().reshape(len(tensor), -1) if tensor.ndim else tensor.detach().reshape(1, 1)
+        if values.is_complex() or not values.numel():
+            return
+        self.rows, self.total = self.rows + len(values), self.total + values.numel()
+        low, high = values.amin(1), values.amax(1)
+        if self.ignored is not None:
+            kept = values != self.ignored
+            bounds = torch.iinfo(values.dtype)
+            low = values.masked_fill(~kept, bounds.max).amin(1)
+            high = values.masked_fill(~kept, bounds.min).amax(1)
+            self.empty += int((~kept.any(1)).sum())
+            values = values[kept]
+        self.constant.update([each + 0 for each in low[low == high].tolist()])  # -0.0 + 0 is 0.0
+        if not values.is_floating_point() and values.dtype != torch.bool:
+            self.labels.update(dict(zip(*(each.tolist() for each in values.unique(return_counts=True)), strict=True)))
+
+
+@dataclass
+class Shard:
+    """What was seen of a rank's batches.
+
+    Attributes:
+        batches: of each a number that is equal if it has the same rows, in any order; its number of distinct rows, and of
+            rows.
+        rows: how often each row comes, by a number for it.
+        columns: by name of the tensor.
+    """
+
+    batches: list[tuple[int, int, int]] = field(default_factory=list)
+    rows: Counter[int] = field(default_factory=Counter)
+    columns: dict[str, Column] = field(default_factory=dict)
+
+    @property
+    def again(self) -> float:
+        """Share of the rows that came before."""
+        return 1 - len(self.rows) / max(self.rows.total(), 1)
 
 
 def check(make: Maker) -> list[Finding]:
-    """Checks a loop."""
-    return [Finding("data", "not checked", "not written yet")]
+    """Checks the data of a loop."""
+    loop = make()
+    first = _batch(loop, 0, 0)
+    size = sum(each.numel() for each in tensors_of(first).values())
+    if not size:
+        return [Finding("data", "not checked", "the batches hold no tensors")]
+    ranks, line = min(max(loop.ranks, 1), RANKS), line_of(loop.batch)
+    count = min(loop.epoch or UNKNOWN, BATCHES, max(MOST_VALUES // size, 2))
+    whole = count == loop.epoch
+    traced = trace(loop, first)
+    found = data_of(
+        [_batches(loop, rank, count) for rank in range(ranks)],
+        [each for use in traced.uses if (each := _targets(use, traced, first)) is not None],
+        epoch=loop.epoch,
+        line=line,
+    )
+    if traced.error is None:
+        found += _of_made_targets(loop, traced, ranks, min(count, TRACED), loop.epoch)
+    elif not any(each.verdict == "fault" for each in found):
+        error = traced.error
+        found.append(Finding("data", "not checked", f"the loss failed with {type(error).__name__}: {error}"))
+    found += [each for value in traced.inputs for each in of_input(value)]
+    if whole and count > 1 and _key(_batch(loop, count, 0)) == _key(first):
+        text = f"the second epoch begins with the same batch as the first, after {count} batches: their order is fixed"
+        fix = "shuffle in each epoch, with DistributedSampler by set_epoch(epoch)"
+        found.append(Finding("data", "note", text, ("batch",), line, fix))
+    if any(each.verdict == "fault" for each in found):
+        found = [each for each in found if each.verdict != "passed"]
+    return found
+
+
+def data_of(
+    ranks: Sequence[Iterable[Any]], targets: Sequence[Targets] = (), epoch: int = 0, line: str = ""
+) -> list[Finding]:
+    """Checks batches that are given; calls no model, and changes nothing.
+
+    Args:
+        ranks: the first batches of each rank, in their order, at most of one epoch.
+        targets: the batch's tensors that hold targets.
+        epoch: number of batches after which the data begin anew; 0 if unknown.
+        line: of the user's code that makes the batches.
+
+    Returns:
+        What is wrong or unusual; or that nothing was found.
+    """
+    shards = [_shard(batches, {each.name: each.ignored for each in targets}) for batches in ranks]
+    whole = epoch > 0 and all(len(each.batches) >= epoch for each in shards)
+    found = [*_repeated(shards, epoch, line), *_same_on_ranks(shards, line)]
+    names = [name for shard in shards[:1] for name in shard.columns]
+    by_name = {each.name: each for each in targets}
+    for name in names:
+        columns = [shard.columns[name] for shard in shards if name in shard.columns]
+        if name in by_name:
+            found += of_targets(columns, by_name[name], whole)
+        else:
+            found += _of_one_rank(columns, f"{name}, an input,", (name,), line)
+    inputs = [name for name in names if name not in by_name]
+    if inputs and all(shard.columns[name].only == 0 for name in inputs for shard in shards if name in shard.columns):
+        text = f"all inputs are 0, in {sum(len(each.batches) for each in shards)} batches"
+        found.append(Finding("data", "fault", text, tuple(inputs), line, "look at where the batches are filled"))
+    if not found:
+        rows = sum(each.rows.total() for each in shards)
+        batches = sum(len(each.batches) for each in shards)
+        found = [Finding("data", "passed", f"{batches} batches with {rows} rows on {len(shards)} ranks looked at")]
+    return found
+
+
+def _batch(loop: Loop, step: int, rank: int) -> Any:
+    """Returns a batch; a loop of one rank may have a `batch` that takes only the step."""
+    return loop.batch(step, rank) if loop.ranks > 1 else loop.batch(step)
+
+
+def _batches(loop: Loop, rank: int, count: int) -> Generator[Any, None, None]:
+    """Gives a rank's first batches."""
+    for step in range(count):
+        yield _batch(loop, step, rank)
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    """Returns where a function is written, `file:line`; empty if that is not known."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
+# ---- batches
+
+
+def _shard(batches: Iterable[Any], ignored: dict[str, int | None]) -> Shard:
+    """Reads a rank's batches."""
+    shard = Shard()
+    for batch in batches:
+        rows = _rows(batch)
+        shard.batches.append((hash(tuple(sorted(rows))), len(set(rows)), len(rows)))
+        shard.rows.update(rows)
+        for name, tensor in tensors_of(batch).items():
+            if name not in shard.columns:
+                shard.columns[name] = Column(ignored.get(name))
+            shard.columns[name].add(tensor)
+    return shard
+
+
+def _rows(batch: Any) -> list[int]:
+    """Returns a number for each row of a batch; equal rows have equal ones."""
+    tensors = [each for each in tensors_of(batch).values() if each.ndim and each.numel()]
+    if not tensors:
+        return []
+    parts = []
+    for tensor in tensors:
+        tensor = tensor.detach().cpu().contiguous()
+        if len(tensor) == len(tensors[0]):
+            parts.append([row.tobytes() for row in tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()])
+    return [hash(row) for row in zip(*parts, strict=True)]
+
+
+def _key(batch: Any) -> int:
+    """Returns a number that is equal for batches of the same rows, in any order."""
+    return hash(tuple(sorted(_rows(batch))))
+
+
+def _telling(batches: Sequence[tuple[int, int, int]], of: int) -> bool:
+    """Whether equal batches are no accident: they have several distinct rows, or they are many of those seen."""
+    if any(distinct >= DISTINCT and 2 * distinct > rows for _, distinct, rows in batches):
+        return True
+    return (
+        len(batches) >= DISTINCT
+        and 2 * len(batches) >= of
+        and not all(rows > distinct for _, distinct, rows in batches)
+    )
+
+
+def _repeated(shards: list[Shard], epoch: int, line: str) -> list[Finding]:
+    """Finds batches that come more than once within an epoch of a rank."""
+    for rank, shard in enumerate(shards):
+        first: dict[int, int] = {}
+        again = []
+        for step, (key, *_) in enumerate(shard.batches):
+            if key in first:
+                again.append((step, first[key]))
+            first.setdefault(key, step)
+        if not again or not _telling([shard.batches[step] for step, _ in again], len(shard.batches)):
+            continue
+        step, earlier = again[0]
+        text = f"{len(again)} of {len(shard.batches)} batches within an epoch repeat an earlier one"
+        text += f" (batch {step} has the rows of batch {earlier}"
+        text += f", on rank {rank})" if len(shards) > 1 else ")"
+        period = len(first)
+        if not epoch and all(now - before == period for now, before in again[:period]) and again[0][0] == period:
+            text = f"the data begin anew after {period} batches, or the first {period} come again and again"
+            return [Finding("data", "note", text, ("batch",), line, "say in `epoch` after how many batches they do")]
+        fix = "make one iterator per epoch (not `next(iter(loader))` in each step), and give each worker its own part"
+        return [Finding("data", "fault", f"{text}: the data are not gone through", ("batch",), line, fix)]
+    share = max((shard.again for shard in shards), default=0.0)
+    if share >= 0.5:
+        text = f"{share:.0%} of the rows come more than once within an epoch: few distinct rows, or repeated ones"
+        return [Finding("data", "note", text, ("batch",), line, "check how rows are drawn")]
+    return []
+
+
+def _same_on_ranks(shards: list[Shard], line: str) -> list[Finding]:
+    """Finds batches, or rows, that two ranks have both."""
+    fix = "give each rank its own part: DistributedSampler(data, num_replicas=world_size, rank=rank), or data[rank::n]"
+    for rank, shard in enumerate(shards):
+        for other in range(rank):
+            theirs = {key: step for step, (key, *_) in reversed([*enumerate(shards[other].batches)])}
+            both = [(step, theirs[each[0]]) for step, each in enumerate(shard.batches) if each[0] in theirs]
+            if both and _telling([shard.batches[step] for step, _ in both], len(shard.batches)):
+                step, at = both[-1]
+                text = f"{len(both)} of {len(shard.batches)} batches of rank {rank} are batches of rank {other} too"
+                text += f" (its batch {step} is batch {at} there): the data are not divided among the ranks"
+                return [Finding("data", "fault", text, ("batch", "rank"), line, fix)]
+            # Rows that are drawn with replacement, or come twice in the data, come twice on one rank as well.
+            shared = len(shard.rows.keys() & shards[other].rows.keys())
+            share = shared / max(len(shard.rows), 1)
+            if shared >= 2 * DISTINCT and share >= 0.25 and share > 10 * max(shard.again, shards[other].again):
+                text = f"{shared} of {len(shard.rows)} rows of rank {rank} come on rank {other} too, though each comes"
+                text += " once on a rank: the data are not divided among the ranks"
+                return [Finding("data", "fault", text, ("batch", "rank"), line, fix)]
+    return []
+
+
+# ---- targets
+
+
+def of_targets(columns: Sequence[Column], targets: Targets, whole: bool) -> list[Finding]:
+    """Checks the targets of each rank.
+
+    Args:
+        columns: one for each rank.
+        targets: what they are.
+        whole: whether the columns hold an epoch.
+    """
+    place, line = (targets.name,), targets.line
+    what = f"{targets.name}, the targets,"
+    found = _of_one_rank(columns, what, place, line) or _of_labels(columns, targets, whole)
+    if found:
+        return found
+    total, rows = sum(each.total for each in columns), sum(each.rows for each in columns)
+    empty = sum(each.empty for each in columns)
+    value = columns[0].only
+    if value is not None and all(each.only == value for each in columns) and total - empty >= 2 * DISTINCT:
+        certain = targets.compared and (whole or total >= MANY)
+        text = f"all {total} targets in {targets.name} that count are {value:g}: there is nothing to learn from them"
+        fix = "look at where the targets are read: a wrong column, an inverted mask, an integer division"
+        return [Finding("data", "fault" if certain else "note", text, place, line, fix)]
+    if targets.ignored is None or total < 2 * rows:  # labels of whole rows may be missing on purpose
+        return []
+    kept = sum(each.kept for each in columns)
+    fix = "look at how the targets are masked, and at where long rows are cut off"
+    text = f"{total - kept} of {total} targets in {targets.name} are ignored"
+    if 4 * empty >= 3 * rows:
+        # Each such row is computed and gives no gradient: no mask is made for that.
+        text += f" (ignore_index={targets.ignored}), and {empty} of {rows} rows have no target at all"
+        return [Finding("data", "fault", text, place, line, fix)]
+    return [Finding("data", "note", text, place, line, fix)] if 20 * kept < total else []
+
+
+def _of_one_rank(columns: Sequence[Column], what: str, places: tuple[str, ...], line: str) -> list[Finding]:
+    """Finds a rank all of whose rows have one value, or none, where those of the other ranks do not."""
+    for rank, column in enumerate(columns):
+        others = [each for each in columns if each is not column]
+        rows = sum(each.rows for each in others)
+        if not rows or not column.rows:
+            continue
+        if column.empty == column.rows:
+            share, says = sum(each.empty for each in others) / rows, "ignored"
+        elif column.only is not None:
+            share, says = sum(each.constant[column.only] + each.empty for each in others) / rows, f"{column.only:g}"
+        else:
+            continue
+        if share ** (column.rows - (0 if says == "ignored" else column.empty)) < CHANCE:
+            text = f"all values of {what} are {says} on rank {rank}, in {column.rows} rows, but in only {share:.0%} of"
+            text += " the rows of the other ranks: this rank's part of the data is missing, or was not mixed"
+            fix = "check that each rank's part is read whole, and shuffle before it is divided"
+            return [Finding("data", "fault", text, (*places, "rank"), line, fix)]
+    return []
+
+
+def _of_labels(columns: Sequence[Column], targets: Targets, whole: bool) -> list[Finding]:
+    """Finds labels that are no class, or shifted by one."""
+    labels: Counter[int] = sum((each.labels for each in columns), Counter())
+    classes, place, line = targets.classes, (targets.name,), targets.line
+    if not classes or not labels:
+        return []
+    low, high = min(labels), max(labels)
+    outside = sum(count for label, count in labels.items() if not 0 <= label < classes)
+    text = f"labels in {targets.name} are {low} to {high}, and the head has {classes} classes (0 to {classes - 1})"
+    if outside:
+        text += f": {outside} of {labels.total()} are out of range"
+        if targets.one_hot:
+            text += "; made one-hot, they are rows of 0 and have no loss"
+        # A label beyond the last class may be one that is left out on purpose, but not if all labels are shifted.
+        certain = not targets.one_hot or not labels[0]
+        shift = "subtract 1 from the labels" if low >= 1 else "check the labels and the size of the head"
+        return [Finding("data", "fault" if certain else "note", text, place, line, shift)]
+    # Of classes that are all seen DISTINCT times or more, none is missing by chance. Tokens are not judged: the first
+    # one of a vocabulary is often kept for padding, and the last ones for nothing.
+    rows, total = sum(each.rows for each in columns), sum(each.total for each in columns)
+    if not whole or total > rows or classes < 2:
+        return []
+    if not labels[0] and all(labels[label] >= DISTINCT for label in range(1, classes)) and targets.ignored != 0:
+        text += ": no label is 0, and all others occur; they begin at 1, and the head has one class too many"
+        return [Finding("data", "fault", text, place, line, "subtract 1 from the labels, and from the head's size")]
+    ignored = sum(each.empty for each in columns)
+    seen = all(labels[label] >= DISTINCT for label in range(classes - 1))
+    if targets.ignored == -1 and not labels[classes - 1] and seen and ignored >= DISTINCT:
+        text += f": no label is {classes - 1}, and {ignored} of {rows} are -1, which is ignored; they begin at -1"
+        return [Finding("data", "fault", text, place, line, "do not subtract 1 from labels that begin at 0")]
+    return []
+
+
+def _targets(use: Use, traced: Traced, batch: Any) -> Targets | None:
+    """Returns which tensor of the batch holds the targets of a loss; None if they are made from it in the loss."""
+    if len(use.sources) != 1:
+        return None
+    given = tensors_of(batch)[use.sources[0]]
+    if use.raw:
+        return Targets(use.sources[0], use.classes, use.ignored, _compared(use, traced), line=use.line)
+    if _one_hot_of(use, given):
+        return Targets(use.sources[0], use.classes, None, _compared(use, traced), one_hot=True, line=use.line)
+    return None
+
+
+def _compared(use: Use, traced: Traced) -> bool:
+    """Whether predictions are compared with these targets, and with no constant ones that the loss makes itself."""
+    made = [each.target for each in traced.uses if not each.sources and each.target.numel()]
+    return use.predicts and not any(bool((each == each.flatten()[0]).all()) for each in made)
+
+
+def _one_hot_of(use: Use, labels: Tensor) -> bool:
+    """Whether targets are rows of 0 and a 1 where the label says."""
+    target = use.target
+    if not use.classes or target.ndim != 2 or labels.is_floating_point() or labels.numel() != len(target):
+        return False
+    labels = labels.reshape(-1, 1)
+    return bool(torch.equal(target != 0, labels == torch.arange(use.classes, device=labels.device)))
+
+
+def _of_made_targets(loop: Loop, traced: Traced, ranks: int, count: int, epoch: int) -> list[Finding]:
+    """Checks targets that the loss makes from the batch, such as the next tokens; calls it with a few batches."""
+    made = [number for number, use in enumerate(traced.uses) if use.sources and not use.raw]
+    first = _batch(loop, 0, 0)
+    made = [each for each in made if _targets(traced.uses[each], traced, first) is None]
+    columns = {each: [Column(traced.uses[each].ignored) for _ in range(ranks)] for each in made}
+    for rank in range(ranks if made else 0):
+        for step in range(count):
+            batch = _batch(loop, step, rank)
+            rows = len(next(each for each in tensors_of(batch).values() if each.ndim))
+            uses = trace(loop, batch).uses
+            for number in made:
+                if number < len(uses):
+                    target = uses[number].target
+                    columns[number][rank].add(target.reshape(rows, -1) if target.numel() % rows == 0 else target)
+    found = []
+    for number in made:
+        use = traced.uses[number]
+        name = f"target of {use.function}, made of {listed([*use.sources])}"
+        targets = Targets(name, use.classes, use.ignored, _compared(use, traced), line=use.line)
+        found += of_targets(columns[number], targets, whole=count == epoch)
+    return found
+
+
+# ---- inputs
+
+
+def of_input(given: Input) -> list[Finding]:
+    """Checks the scale of what a layer with weights gets of the batch, which the weights may make up for."""
+    value, weight = given.value.float(), given.weight.float()
+    name = f"inputs ({listed([*given.sources])})"
+    places = tuple(each for each in (*given.sources, given.module) if each)
+
+    def fault(text: str, fix: str) -> list[Finding]:
+        return [Finding("data", "fault", text, places, given.line, fix)]
+
+    if not value.isfinite().all():
+        return fault(f"{name} are not finite", "look for missing values in the data")
+    columns, norms = _columns(value, weight, given.by_column)
+    sizes = columns.square().mean(0).sqrt()
+    if len(norms) == len(sizes) > 2:
+        parts = sizes * norms
+        largest = int(parts.argmax())
+        usual = float(parts[parts > 0].median()) if bool(parts.any()) else 0.0
+        if float(sizes[largest]) >= FAR and float(parts[largest]) > 100 * usual:
+            column = columns[:, largest]
+            text = f"column {largest} of the {name} has mean {float(column.mean()):.4g} and spread"
+            text += f" {float(column.std(correction=0)):.4g}: the first layer sees {float(parts[largest] / usual):.0f}"
+            return fault(
+                f"{text} times more of it than of a usual column", "standardize it: subtract mean, divide by spread"
+            )
+    mean, spread, size = float(value.mean()), float(value.std(correction=0)), float(value.square().mean().sqrt())
+    seen = float(weight.reshape(len(weight), -1).norm(dim=1).mean())  # what the layer makes of a size of 1
+    text = f"{name} have mean {mean:.4g} and spread {spread:.4g}"
+    if size >= FAR and size * seen >= FAR / 3:
+        whole = bool((value == value.round()).all()) and float(value.min()) >= 0 and float(value.max()) <= 255
+        if whole:
+            return fault(f"{text}, as bytes have", "divide by 255, subtract the mean, divide by the spread")
+        return fault(f"{text}, far from 0 and 1", "standardize them: subtract the mean, divide by the spread")
+    if 0 < FAR * spread < abs(mean):
+        fix = "standardize them once, with the mean and spread of these numbers"
+        return fault(f"{text}: nearly constant, {abs(mean) / spread:.0f} times the spread from 0", fix)
+    if 0 < size < DARK and size * seen < 0.01:
+        return fault(f"{text}: too small for the first layer", "divide by their own spread, once")
+    return []
+
+
+def _columns(value: Tensor, weight: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+    """Returns the input's columns (channels), `[values, columns]`, and the norm of the weights of each."""
+    if last or value.ndim < 3:
+        return value.reshape(-1, value.shape[-1]), weight.reshape(-1, weight.shape[-1]).norm(dim=0)
+    return value.transpose(0, 1).flatten(1).T, weight.transpose(0, 1).flatten(1).norm(dim=1)
