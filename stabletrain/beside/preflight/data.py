@@ -17,9 +17,11 @@ from stabletrain.beside.preflight.finding import Finding, listed
 from stabletrain.beside.preflight.loop import Loop, Maker
 from stabletrain.beside.preflight.tracing import Input, Traced, Use, tensors_of, trace
 
-BATCHES, RANKS, TRACED, UNKNOWN = 32, 4, 4, 8
-"""Most batches and ranks that are looked at, most batches of a rank that the loss is called with, and how
-many batches are looked at if the length of an epoch is unknown."""
+BATCHES, RANKS, UNKNOWN = 32, 4, 8
+"""Most batches and ranks that are looked at, and how many batches if the length of an epoch is unknown."""
+
+TRACED, LARGE = (8, 2), 10**6
+"""Most batches of a rank with which the loss is called, for a model below LARGE parameters and for one above."""
 
 MOST_VALUES = 2**27
 """Most numbers that are read of a rank's batches: half a GiB in fp32."""
@@ -37,6 +39,9 @@ FAR = 30
 """How far inputs are from zero mean and unit spread to be called a fault. Images in bytes are 100 or more, data that
 are only not standardized, such as images between 0 and 1, are below 3."""
 
+ENOUGH = 64
+"""Fewest numbers of which mean and spread are judged."""
+
 DARK = 1 / 255
 """Spread of inputs that are called too small: that of images between 0 and 1 which were divided by 255 once more."""
 
@@ -51,7 +56,9 @@ class Targets:
         ignored: the class number that the loss leaves out; None if there is none.
         compared: whether predictions are compared with them alone; not so if another part of the loss has constant
             targets that it makes itself, as that of a GAN has, or if they are compared with a derivative.
+        alone: whether the loss has no other targets; rows without these may be there for the others.
         one_hot: whether the loss makes them one-hot itself; then a label out of range raises no error.
+        function: the loss function, if it is given something that is made of the tensor; else empty.
         line: of the user's code that passes them to the loss.
     """
 
@@ -59,8 +66,15 @@ class Targets:
     classes: int = 0
     ignored: int | None = None
     compared: bool = True
+    alone: bool = True
     one_hot: bool = False
+    function: str = ""
     line: str = ""
+
+    @property
+    def words(self) -> str:
+        """What they are called in a text."""
+        return f"targets of {self.function}, made of {self.name}" if self.function else f"targets in {self.name}"
 
 
 @dataclass
@@ -99,6 +113,7 @@ class Column:
         values = tensor.detach().reshape(len(tensor), -1) if tensor.ndim else tensor.detach().reshape(1, 1)
         if values.is_complex() or not values.numel():
             return
+        values = values if self.ignored is None else values.long()
         self.rows, self.total = self.rows + len(values), self.total + values.numel()
         low, high = values.amin(1), values.amax(1)
         if self.ignored is not None:
@@ -118,8 +133,8 @@ class Shard:
     """What was seen of a rank's batches.
 
     Attributes:
-        batches: of each a number that is equal if it has the same rows, in any order; its number of distinct rows, and of
-            rows.
+        batches: of each a number that is equal if it has the same rows, in any order; and how many distinct rows and
+            rows it has.
         rows: how often each row comes, by a number for it.
         columns: by name of the tensor.
     """
@@ -152,7 +167,8 @@ def check(make: Maker) -> list[Finding]:
         line=line,
     )
     if traced.error is None:
-        found += _of_made_targets(loop, traced, ranks, min(count, TRACED), loop.epoch)
+        size = sum(each.numel() for each in loop.model.parameters())
+        found += _of_made_targets(loop, traced, ranks, min(count, TRACED[size >= LARGE]), loop.epoch)
     elif not any(each.verdict == "fault" for each in found):
         error = traced.error
         found.append(Finding("data", "not checked", f"the loss failed with {type(error).__name__}: {error}"))
@@ -183,18 +199,13 @@ def data_of(
     shards = [_shard(batches, {each.name: each.ignored for each in targets}) for batches in ranks]
     whole = epoch > 0 and all(len(each.batches) >= epoch for each in shards)
     found = [*_repeated(shards, epoch, line), *_same_on_ranks(shards, line)]
-    names = [name for shard in shards[:1] for name in shard.columns]
+    names = [name for name in shards[0].columns if all(name in shard.columns for shard in shards)] if shards else []
     by_name = {each.name: each for each in targets}
     for name in names:
-        columns = [shard.columns[name] for shard in shards if name in shard.columns]
         if name in by_name:
-            found += of_targets(columns, by_name[name], whole)
-        else:
-            found += _of_one_rank(columns, f"{name}, an input,", (name,), line)
+            found += of_targets([shard.columns[name] for shard in shards], by_name[name], whole)
     inputs = [name for name in names if name not in by_name]
-    if inputs and all(shard.columns[name].only == 0 for name in inputs for shard in shards if name in shard.columns):
-        text = f"all inputs are 0, in {sum(len(each.batches) for each in shards)} batches"
-        found.append(Finding("data", "fault", text, tuple(inputs), line, "look at where the batches are filled"))
+    found += _of_inputs([[shard.columns[name] for name in inputs] for shard in shards], inputs, line)
     if not found:
         rows = sum(each.rows.total() for each in shards)
         batches = sum(len(each.batches) for each in shards)
@@ -315,6 +326,20 @@ def _same_on_ranks(shards: list[Shard], line: str) -> list[Finding]:
     return []
 
 
+def _of_inputs(columns: list[list[Column]], names: list[str], line: str) -> list[Finding]:
+    """Finds inputs that are all 0, or that are constant on one rank: all of them, as a mask alone may well be."""
+    if not names:
+        return []
+    fix = "look at where the batches are read and filled"
+    if all(column.only == 0 for shard in columns for column in shard):
+        return [Finding("data", "fault", f"all inputs ({listed(names)}) are 0", tuple(names), line, fix)]
+    by_name = [_of_one_rank([shard[place] for shard in columns]) for place in range(len(names))]
+    if not all(by_name):
+        return []
+    text = f"all values of the inputs ({listed(names)}) are {by_name[0]}"
+    return [Finding("data", "fault", text, (*names, "rank"), line, fix)]
+
+
 # ---- targets
 
 
@@ -327,49 +352,53 @@ def of_targets(columns: Sequence[Column], targets: Targets, whole: bool) -> list
         whole: whether the columns hold an epoch.
     """
     place, line = (targets.name,), targets.line
-    what = f"{targets.name}, the targets,"
-    found = _of_one_rank(columns, what, place, line) or _of_labels(columns, targets, whole)
-    if found:
+    alone = _of_one_rank(columns)
+    if alone:
+        text = f"all {targets.words} are {alone}"
+        fix = "check that each rank's part is read whole, and shuffle before it is divided"
+        return [Finding("data", "fault", text, (*place, "rank"), line, fix)]
+    if found := _of_labels(columns, targets, whole):
         return found
     total, rows = sum(each.total for each in columns), sum(each.rows for each in columns)
     empty = sum(each.empty for each in columns)
     value = columns[0].only
     if value is not None and all(each.only == value for each in columns) and total - empty >= 2 * DISTINCT:
         certain = targets.compared and (whole or total >= MANY)
-        text = f"all {total} targets in {targets.name} that count are {value:g}: there is nothing to learn from them"
+        text = f"all of the {total} {targets.words} that count are {value:g}: there is nothing to learn from them"
         fix = "look at where the targets are read: a wrong column, an inverted mask, an integer division"
         return [Finding("data", "fault" if certain else "note", text, place, line, fix)]
     if targets.ignored is None or total < 2 * rows:  # labels of whole rows may be missing on purpose
         return []
     kept = sum(each.kept for each in columns)
     fix = "look at how the targets are masked, and at where long rows are cut off"
-    text = f"{total - kept} of {total} targets in {targets.name} are ignored"
+    text = f"{total - kept} of {total} {targets.words} are ignored"
     if 4 * empty >= 3 * rows:
         # Each such row is computed and gives no gradient: no mask is made for that.
         text += f" (ignore_index={targets.ignored}), and {empty} of {rows} rows have no target at all"
-        return [Finding("data", "fault", text, place, line, fix)]
+        return [Finding("data", "fault" if targets.alone else "note", text, place, line, fix)]
     return [Finding("data", "note", text, place, line, fix)] if 20 * kept < total else []
 
 
-def _of_one_rank(columns: Sequence[Column], what: str, places: tuple[str, ...], line: str) -> list[Finding]:
-    """Finds a rank all of whose rows have one value, or none, where those of the other ranks do not."""
+def _of_one_rank(columns: Sequence[Column]) -> str:
+    """Describes a rank all of whose rows have one value, or none, where those of the other ranks have not; or empty."""
     for rank, column in enumerate(columns):
         others = [each for each in columns if each is not column]
         rows = sum(each.rows for each in others)
         if not rows or not column.rows:
             continue
         if column.empty == column.rows:
-            share, says = sum(each.empty for each in others) / rows, "ignored"
+            same, telling, says = sum(each.empty for each in others), column.rows, "ignored"
         elif column.only is not None:
-            share, says = sum(each.constant[column.only] + each.empty for each in others) / rows, f"{column.only:g}"
+            same = sum(each.constant[column.only] + each.empty for each in others)
+            telling, says = column.rows - column.empty, f"{column.only:g}"
         else:
             continue
-        if share ** (column.rows - (0 if says == "ignored" else column.empty)) < CHANCE:
-            text = f"all values of {what} are {says} on rank {rank}, in {column.rows} rows, but in only {share:.0%} of"
-            text += " the rows of the other ranks: this rank's part of the data is missing, or was not mixed"
-            fix = "check that each rank's part is read whole, and shuffle before it is divided"
-            return [Finding("data", "fault", text, (*places, "rank"), line, fix)]
-    return []
+        if (same / rows) ** telling < CHANCE:
+            text = (
+                f"{says} on rank {rank}, in {column.rows} rows, but only in {same} of {rows} rows of the other ranks:"
+            )
+            return f"{text} this rank's part of the data is missing, or was not mixed"
+    return ""
 
 
 def _of_labels(columns: Sequence[Column], targets: Targets, whole: bool) -> list[Finding]:
@@ -380,7 +409,7 @@ def _of_labels(columns: Sequence[Column], targets: Targets, whole: bool) -> list
         return []
     low, high = min(labels), max(labels)
     outside = sum(count for label, count in labels.items() if not 0 <= label < classes)
-    text = f"labels in {targets.name} are {low} to {high}, and the head has {classes} classes (0 to {classes - 1})"
+    text = f"labels ({targets.words}) are {low} to {high}, and the head has {classes} classes (0 to {classes - 1})"
     if outside:
         text += f": {outside} of {labels.total()} are out of range"
         if targets.one_hot:
@@ -410,11 +439,11 @@ def _targets(use: Use, traced: Traced, batch: Any) -> Targets | None:
     if len(use.sources) != 1:
         return None
     given = tensors_of(batch)[use.sources[0]]
-    if use.raw:
-        return Targets(use.sources[0], use.classes, use.ignored, _compared(use, traced), line=use.line)
-    if _one_hot_of(use, given):
-        return Targets(use.sources[0], use.classes, None, _compared(use, traced), one_hot=True, line=use.line)
-    return None
+    one_hot = not use.raw and _one_hot_of(use, given)
+    if not use.raw and not one_hot:
+        return None
+    ignored, alone = None if one_hot else use.ignored, len(traced.uses) == 1
+    return Targets(use.sources[0], use.classes, ignored, _compared(use, traced), alone, one_hot, line=use.line)
 
 
 def _compared(use: Use, traced: Traced) -> bool:
@@ -450,8 +479,10 @@ def _of_made_targets(loop: Loop, traced: Traced, ranks: int, count: int, epoch: 
     found = []
     for number in made:
         use = traced.uses[number]
-        name = f"target of {use.function}, made of {listed([*use.sources])}"
-        targets = Targets(name, use.classes, use.ignored, _compared(use, traced), line=use.line)
+        name, alone = listed([*use.sources]), len(traced.uses) == 1
+        targets = Targets(
+            *(name, use.classes, use.ignored, _compared(use, traced), alone), function=use.function, line=use.line
+        )
         found += of_targets(columns[number], targets, whole=count == epoch)
     return found
 
@@ -483,7 +514,10 @@ def of_input(given: Input) -> list[Finding]:
             return fault(
                 f"{text} times more of it than of a usual column", "standardize it: subtract mean, divide by spread"
             )
-    mean, spread, size = float(value.mean()), float(value.std(correction=0)), float(value.square().mean().sqrt())
+    used = value[value != 0]  # of sparse inputs most are 0
+    if len(used) < ENOUGH:
+        return []
+    mean, spread, size = float(value.mean()), float(value.std(correction=0)), float(used.square().mean().sqrt())
     seen = float(weight.reshape(len(weight), -1).norm(dim=1).mean())  # what the layer makes of a size of 1
     text = f"{name} have mean {mean:.4g} and spread {spread:.4g}"
     if size >= FAR and size * seen >= FAR / 3:

@@ -108,8 +108,7 @@ def trace(loop: Loop, batch: Any) -> Traced:
 @contextmanager
 def without_compiler() -> Generator[None, None, None]:
     """Runs compiled functions as they were before they were compiled."""
-    stance: Callable[[str], Any] = torch.compiler.set_stance
-    with stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"):
         yield
 
 
