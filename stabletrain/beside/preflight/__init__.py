@@ -7,6 +7,7 @@
 | recording | a few steps of a loop, with everything that they call |
 | structure, network, untrained | parameters and groups; the model by itself; parameters without gradient |
 | order, loss_scale, schedulers | old gradients; the loss scale; the learning rate |
+| tracing | what the loss makes of its batch |
 | checks | all checks, in their order, and `check_loop` |
 | report | what all checks say, on the terminal and as JSON |
 | own_run | the loop of a configured run |

@@ -39,7 +39,7 @@ FAR = 30
 """How far inputs are from zero mean and unit spread to be called a fault. Images in bytes are 100 or more, data that
 are only not standardized, such as images between 0 and 1, are below 3."""
 
-ENOUGH = 64
+ENOUGH = 16
 """Fewest numbers of which mean and spread are judged."""
 
 DARK = 1 / 255
@@ -169,17 +169,16 @@ def check(make: Maker) -> list[Finding]:
     if traced.error is None:
         size = sum(each.numel() for each in loop.model.parameters())
         found += _of_made_targets(loop, traced, ranks, min(count, TRACED[size >= LARGE]), loop.epoch)
-    elif not any(each.verdict == "fault" for each in found):
+    elif not any(each.verdict == "fault" for each in found):  # such as for a label that is out of range
         error = traced.error
         found.append(Finding("data", "not checked", f"the loss failed with {type(error).__name__}: {error}"))
     found += [each for value in traced.inputs for each in of_input(value)]
-    if whole and count > 1 and _key(_batch(loop, count, 0)) == _key(first):
+    wrong = any(each.verdict == "fault" for each in found)
+    if not wrong and whole and count > 1 and _key(_batch(loop, count, 0)) == _key(first):
         text = f"the second epoch begins with the same batch as the first, after {count} batches: their order is fixed"
         fix = "shuffle in each epoch, with DistributedSampler by set_epoch(epoch)"
         found.append(Finding("data", "note", text, ("batch",), line, fix))
-    if any(each.verdict == "fault" for each in found):
-        found = [each for each in found if each.verdict != "passed"]
-    return found
+    return [each for each in found if each.verdict != "passed"] if wrong else found
 
 
 def data_of(
@@ -394,10 +393,8 @@ def _of_one_rank(columns: Sequence[Column]) -> str:
         else:
             continue
         if (same / rows) ** telling < CHANCE:
-            text = (
-                f"{says} on rank {rank}, in {column.rows} rows, but only in {same} of {rows} rows of the other ranks:"
-            )
-            return f"{text} this rank's part of the data is missing, or was not mixed"
+            text = f"{says} on rank {rank}, in {column.rows} rows, but only in {same} of {rows} rows of the other"
+            return f"{text} ranks: this rank's part of the data is missing, or was not mixed"
     return ""
 
 
@@ -480,9 +477,7 @@ def _of_made_targets(loop: Loop, traced: Traced, ranks: int, count: int, epoch: 
     for number in made:
         use = traced.uses[number]
         name, alone = listed([*use.sources]), len(traced.uses) == 1
-        targets = Targets(
-            *(name, use.classes, use.ignored, _compared(use, traced), alone), function=use.function, line=use.line
-        )
+        targets = Targets(name, use.classes, use.ignored, _compared(use, traced), alone, False, use.function, use.line)
         found += of_targets(columns[number], targets, whole=count == epoch)
     return found
 
@@ -511,9 +506,8 @@ def of_input(given: Input) -> list[Finding]:
             column = columns[:, largest]
             text = f"column {largest} of the {name} has mean {float(column.mean()):.4g} and spread"
             text += f" {float(column.std(correction=0)):.4g}: the first layer sees {float(parts[largest] / usual):.0f}"
-            return fault(
-                f"{text} times more of it than of a usual column", "standardize it: subtract mean, divide by spread"
-            )
+            text += " times more of it than of a usual column"
+            return fault(text, "standardize it: subtract the mean, divide by the spread")
     used = value[value != 0]  # of sparse inputs most are 0
     if len(used) < ENOUGH:
         return []

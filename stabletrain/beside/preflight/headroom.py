@@ -129,11 +129,22 @@ def _lost_gradients(make: Maker) -> list[Finding]:
     ours = _gradients(loop, scale)
     if not _finite(ours):  # the first step will be skipped, and the scale lowered
         return []
-    for larger in (RAISE, RAISE / 16, RAISE / 256):
-        theirs = _gradients(make(), scale * larger)
+    for larger in (scale * RAISE, scale * RAISE / 16, scale * RAISE / 256):
+        theirs = _gradients(make(), larger)
         if _finite(theirs):
-            return _compared(ours, theirs, scale, scale * larger, loop.scaler is not None)
-    return []
+            break
+    else:
+        return []
+    lost = _apart(ours, theirs)
+    # What the larger scale saved is the same at half of it; not so if a hook clips, whose gradients differ at each.
+    if not lost or _apart(_gradients(make(), larger / 2), theirs).keys() & lost.keys():
+        return []
+    worst = max(lost, key=lambda name: lost[name])
+    zero = float(((ours[worst] == 0) & (theirs[worst] != 0)).double().mean())
+    text = f"gradients of {listed([*lost])} are below fp16's smallest numbers at the loss scale {scale:g}: of {worst}"
+    text += f" {lost[worst]:.0%} is lost, and {zero:.0%} of it are 0 that are not 0 at {larger:g}"
+    fix = f"raise the loss scale: GradScaler(init_scale={larger:g})"
+    return [Finding("headroom", "fault", text, ("scaler", *lost), "", fix)]
 
 
 def _gradients(loop: Loop, scale: float) -> dict[str, Tensor]:
@@ -148,27 +159,14 @@ def _finite(gradients: Mapping[str, Tensor]) -> bool:
     return all(bool(each.isfinite().all()) for each in gradients.values())
 
 
-def _compared(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], scale: float, larger: float, scaled: bool
-) -> list[Finding]:
-    """Compares gradients that differ only by what fp16 lost."""
-    # Only of weights: the gradient of a bias before a norm is rounding, and nothing but the norm's input depends on it.
-    names = [name for name, each in theirs.items() if each.ndim > 1 and bool(each.any())]
+def _apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns the parameters whose gradients differ by more than LOST of their norm, and by how much."""
+    # Only of matrices: the gradient of a bias before a norm is nothing but rounding.
+    names = [name for name, each in theirs.items() if name in ours and each.ndim > 1 and bool(each.any())]
     sizes = {name: float(theirs[name].square().mean().sqrt()) for name in names}
     usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0.0
-    lost = {}
-    for name in names:
-        apart = float((ours[name] - theirs[name]).norm() / theirs[name].norm()) if name in ours else 1.0
-        if apart > LOST and sizes[name] > usual / 1000:
-            lost[name] = apart
-    if not lost:
-        return []
-    worst = max(lost, key=lambda name: lost[name])
-    zero = float(((ours[worst] == 0) & (theirs[worst] != 0)).double().mean()) if worst in ours else 1.0
-    text = f"gradients of {listed([*lost])} are below fp16's smallest numbers at the loss scale {scale:g}: of {worst}"
-    text += f" {lost[worst]:.0%} is lost, and {zero:.0%} of it are 0 that are not 0 at {larger:g}"
-    fix = f"raise the loss scale: GradScaler(init_scale={larger:g})"
-    return [Finding("headroom", "fault", text, ("scaler", *lost), "", fix if scaled else f"{fix}, or use bf16")]
+    apart = {name: float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in names}
+    return {name: each for name, each in apart.items() if each > LOST and sizes[name] > usual / 1000}
 
 
 # ---- eps

@@ -4,6 +4,7 @@ A `TorchFunctionMode` sees each PyTorch function that the loss calls. It follows
 that targets that are made in the loss, such as the numbers of the rows in a contrastive loss, are not taken for data.
 """
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -108,6 +109,9 @@ def trace(loop: Loop, batch: Any) -> Traced:
 @contextmanager
 def without_compiler() -> Generator[None, None, None]:
     """Runs compiled functions as they were before they were compiled."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load the compiler takes seconds
+        yield
+        return
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -215,11 +219,13 @@ class _Tracing(TorchFunctionMode):
         value, weights = given[0], [each for each in given[1:] if id(each) in self._of_weights and each.ndim > 1]
         sources = self._sources.get(id(value), ())
         if weights and sources and value.is_floating_point() and value.numel():
-            module = self.modules[-1] if self.modules else ""
+            module, line = self.modules[-1] if self.modules else "", users_line()
+            if any((each.module, each.line) == (module, line) for each in self.traced.inputs):
+                return  # a recurrent layer is given one input after the other
             by_column = not name.startswith("conv")
             weight = weights[0].detach()
             weight = weight.T if name in ("matmul", "__matmul__", "mm") and weight.ndim == 2 else weight
-            self.traced.inputs.append(Input(value.detach(), weight, by_column, sources, module, users_line()))
+            self.traced.inputs.append(Input(value.detach(), weight, by_column, sources, module, line))
 
 
 def _same(target: Tensor, given: Tensor) -> bool:

@@ -1,0 +1,277 @@
+"""What is wrong with the data is found with its numbers, its place and its line; sound data pass."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stabletrain.beside.preflight.checks import check_loop
+from stabletrain.beside.preflight.data import Targets, data_of
+
+CLASSES, ROWS, SIZE = 3, 48, 8
+X = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
+Y = (torch.arange(ROWS) // 2) % CLASSES  # each rank has all classes
+IGNORED = -100
+
+
+def mean_loss(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def loop(change=lambda x, y, step, rank: (x, y), loss=mean_loss, step_of=lambda step, rank: (step, rank), **parts):
+    """Returns a function that makes a loop: three batches of eight rows on each of two ranks."""
+
+    def make():
+        model = nn.Linear(4, CLASSES)
+
+        def batch(step, rank=0):
+            step, rank_of = step_of(step, rank)
+            epoch, place = divmod(step, 3)
+            order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))[rank_of::2]
+            rows = order[place * SIZE :][:SIZE]
+            return change(X[rows], Y[rows], step, rank)
+
+        known = {"model": model, "optimizers": [torch.optim.SGD(model.parameters(), lr=0.1)], "batch": batch}
+        return {**known, "loss": lambda batch: loss(model, batch), "epoch": 3, "ranks": 2, **parts}
+
+    return make
+
+
+def said(make):
+    return check_loop(make, ["data"])
+
+
+def only(make):
+    """Returns the only finding."""
+    [finding] = said(make)
+    return finding
+
+
+def test_sound_data_pass():
+    finding = only(loop())
+    assert (finding.verdict, finding.text) == ("passed", "6 batches with 48 rows on 2 ranks looked at")
+
+
+def test_a_batch_that_comes_again_within_an_epoch_is_named_with_the_line_of_the_batches():
+    finding = said(loop(step_of=lambda step, rank: (step // 2, rank)))[0]
+    assert finding.verdict == "fault"
+    assert finding.text.startswith(
+        "1 of 3 batches within an epoch repeat an earlier one (batch 1 has the rows of batch 0"
+    )
+    assert finding.line.startswith(__file__)
+    assert "next(iter(loader))" in finding.fix
+
+
+def test_the_same_rows_in_another_order_are_the_same_batch():
+    turned = loop(lambda x, y, step, rank: (x.flip(0), y.flip(0)) if step == 1 else (x, y))
+    first = loop(
+        lambda x, y, step, rank: (x.roll(step, 0), y.roll(step, 0)), step_of=lambda step, rank: (3 * (step // 3), rank)
+    )
+    assert only(turned).verdict == "passed"
+    assert said(first)[0].text.startswith("2 of 3 batches")
+
+
+def test_a_repetition_may_be_a_new_epoch_if_its_length_is_unknown():
+    finding = said(loop(step_of=lambda step, rank: (step % 3, rank), epoch=0))[0]
+    assert (finding.verdict, finding.text[:33]) == ("note", "the data begin anew after 3 batch")
+
+
+def test_an_order_that_is_the_same_in_each_epoch_is_a_note():
+    finding = only_note(said(loop(step_of=lambda step, rank: (step % 3, rank))))
+    assert "the second epoch begins with the same batch as the first, after 3 batches" in finding.text
+
+
+def only_note(findings):
+    [note] = [each for each in findings if each.verdict == "note"]
+    assert not [each for each in findings if each.verdict == "fault"]
+    return note
+
+
+@pytest.mark.parametrize(
+    ("step_of", "text"),
+    [
+        (lambda step, rank: (step, 0), "3 of 3 batches of rank 1 are batches of rank 0 too (its batch 2 is batch 2"),
+        (lambda step, rank: (step, rank if step % 2 else 0), "2 of 3 batches of rank 1"),
+        (
+            lambda step, rank: (step + rank, 0),
+            "2 of 3 batches of rank 1 are batches of rank 0 too (its batch 1 is batch 2",
+        ),
+    ],
+)
+def test_ranks_with_the_same_batches_are_found_also_a_step_later(step_of, text):
+    finding = said(loop(step_of=step_of))[0]
+    assert finding.verdict == "fault"
+    assert finding.text.startswith(text)
+    assert finding.places == ("batch", "rank")
+    assert "DistributedSampler" in finding.fix
+
+
+def test_ranks_that_shuffle_the_same_rows_each_for_itself_are_found():
+    def batches(rank):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(rank))
+        return [(X[rows], Y[rows]) for rows in order.split(SIZE)]
+
+    finding = data_of([batches(0), batches(1)], epoch=6)[0]
+    assert finding.verdict == "fault"
+    assert finding.text.startswith("48 of 48 rows of rank 1 come on rank 0 too")
+
+
+def test_rows_that_are_drawn_with_replacement_or_are_few_are_no_fault():
+    def batches(rank, kinds):
+        rows = torch.randint(kinds, (6, SIZE), generator=torch.Generator().manual_seed(rank))
+        return [(X[each], Y[each]) for each in rows]
+
+    for kinds in (ROWS, 4):
+        assert not [
+            each for each in data_of([batches(0, kinds), batches(1, kinds)], epoch=6) if each.verdict == "fault"
+        ]
+
+
+@pytest.mark.parametrize("value", [IGNORED, 2])
+def test_a_rank_without_labels_is_named(value):
+    finding = only(loop(lambda x, y, step, rank: (x, torch.full_like(y, value) if rank else y)))
+    says = "ignored" if value == IGNORED else "2"
+    assert finding.verdict == "fault"
+    assert finding.text.startswith(f"all targets in batch[1] are {says} on rank 1, in 24 rows, but only in ")
+    assert finding.places == ("batch[1]", "rank")
+    assert finding.line.startswith(__file__)  # where the targets reach the loss
+
+
+def test_a_rare_label_that_one_rank_lacks_is_no_fault():
+    assert only(loop(lambda x, y, step, rank: (x, (X[0] == x).all(1).long()))).verdict != "fault"
+
+
+def test_a_rank_whose_inputs_are_all_0_is_named_but_not_a_mask():
+    finding = only(loop(lambda x, y, step, rank: (x * (1 - rank), y)))
+    assert finding.text.startswith("all values of the inputs (batch[0]) are 0 on rank 1")
+
+    def with_mask(x, y, step, rank):
+        return x, y, torch.full((SIZE,), rank)
+
+    assert only(loop(with_mask, loss=lambda model, batch: mean_loss(model, batch[:2]))).verdict == "passed"
+
+
+def test_targets_that_are_all_the_same_are_found_also_if_the_loss_makes_them():
+    raw = only(loop(lambda x, y, step, rank: (x, y // 10)))
+    assert raw.verdict == "fault"
+    assert raw.text == "all of the 48 targets in batch[1] that count are 0: there is nothing to learn from them"
+    made = only(loop(loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1] // 10)))
+    assert made.verdict == "fault"
+    assert made.text.startswith("all of the 48 targets of cross_entropy, made of batch[1] that count are 0")
+
+
+def test_constant_targets_that_are_not_of_the_data_or_not_of_a_prediction_are_no_fault():
+    def residual(model, batch):
+        left = model(batch[0]).sum(1) - batch[1]
+        return F.mse_loss(left, torch.zeros_like(left))
+
+    def adversarial(model, batch):
+        scores = model(batch[0])[:, 0]
+        fakes = model(-batch[0])[:, 0]
+        return F.mse_loss(scores, torch.ones_like(batch[0][:, 0])) + F.mse_loss(fakes, torch.zeros_like(fakes))
+
+    def given(model, batch):  # a residual whose targets are in the batch
+        return F.mse_loss(model(batch[0]).sum(1) - 1, 0.0 * batch[1])
+
+    assert only(loop(loss=residual)).verdict == "passed"
+    assert only(loop(loss=adversarial)).verdict == "passed"
+    assert only_note(said(loop(loss=given))).text.startswith("all of the 48 targets of mse_loss")
+
+
+def test_labels_out_of_range_are_found_by_the_loss_that_refuses_them_or_makes_them_one_hot():
+    def begins_at_1(x, y, step, rank):
+        return x, y + 1
+
+    refused = only(loop(begins_at_1))
+    text = "labels (targets in batch[1]) are 1 to 3, and the head has 3 classes (0 to 2): 16 of 48 are out of range"
+    assert (refused.verdict, refused.text, refused.fix) == ("fault", text, "subtract 1 from the labels")
+
+    def one_hot(model, batch):
+        return F.cross_entropy(model(batch[0]), (batch[1][:, None] == torch.arange(CLASSES)).float())
+
+    assert only(loop(begins_at_1, loss=one_hot)).text == f"{text}; made one-hot, they are rows of 0 and have no loss"
+    assert only(loop(loss=one_hot)).verdict == "passed"
+
+
+def test_labels_that_are_shifted_by_one_are_found():
+    wide = nn.Linear(4, CLASSES + 1)
+    above = only(loop(lambda x, y, step, rank: (x, y + 1), loss=lambda model, batch: mean_loss(wide, batch)))
+    assert (above.verdict, "no label is 0, and all others occur" in above.text) == ("fault", True)
+    below = only(
+        loop(
+            lambda x, y, step, rank: (x, y - 1),
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], ignore_index=-1),
+        )
+    )
+    assert (below.verdict, "no label is 2, and 16 of 48 are -1, which is ignored" in below.text) == ("fault", True)
+
+
+def tokens(kept):
+    """Returns a loop whose targets are tokens, `[rows, 4]`, of which only those count that `kept` says."""
+    time = torch.arange(4)
+
+    def change(x, y, step, rank):
+        return x, ((y[:, None] + time) % CLASSES).masked_fill(~kept(torch.arange(SIZE)[:, None], time), IGNORED)
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0][:, None] * (1 + time[:, None])).flatten(0, 1), batch[1].flatten())
+
+    return loop(change, loss)
+
+
+def test_batches_with_hardly_a_row_that_has_a_target_are_a_fault_and_few_targets_a_note():
+    finding = only(tokens(lambda row, time: (row == 0) & (time < 2)))
+    assert finding.verdict == "fault"
+    assert "180 of 192 targets in batch[1] are ignored (ignore_index=-100), and 42 of 48 rows" in finding.text
+    assert only(tokens(lambda row, time: (row % 2 == 0) & (time == 0))).verdict == "passed"
+    assert only(tokens(lambda row, time: time < 1)).verdict == "passed"
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "fix"),
+    [
+        (lambda x: (40 * x + 128).clamp(0, 255).round(), ", as bytes have", "divide by 255"),
+        (lambda x: 100 * x, ", far from 0 and 1", "standardize"),
+        (lambda x: (x / 255 - 0.45) / 0.225, "nearly constant", "standardize them once"),
+        (lambda x: x / 1e3, "too small for the first layer", "divide by their own spread"),
+        (
+            lambda x: torch.cat([x[:, :3], 2e4 + x[:, 3:]], 1),
+            "column 3 of the inputs (batch[0]) has mean 2e+04",
+            "standardize it",
+        ),
+    ],
+)
+def test_inputs_that_are_not_scaled_are_named_with_what_is_wrong(change, text, fix):
+    finding = only(loop(lambda x, y, step, rank: (change(x), y)))
+    assert finding.verdict == "fault"
+    assert text in finding.text
+    assert finding.places == ("batch[0]",)
+    assert finding.fix.startswith(fix)
+
+
+def test_inputs_that_the_model_scales_itself_or_that_are_sparse_are_no_fault():
+    def scaled(model, batch):
+        return mean_loss(model, ((batch[0] - 128) / 40, batch[1]))
+
+    assert only(loop(lambda x, y, step, rank: (40 * x + 128, y), loss=scaled)).verdict == "passed"
+    assert only(loop(lambda x, y, step, rank: (x.sigmoid(), y))).verdict == "passed"
+    assert only(loop(lambda x, y, step, rank: (F.one_hot(y, 4).float() + 1e-9 * x, y))).verdict == "passed"
+
+
+def test_batches_that_are_given_are_checked_without_a_model():
+    batches = [{"image": X[:SIZE], "label": Y[:SIZE]}, {"image": X[SIZE:16], "label": Y[SIZE:16] + 9}]
+    [finding] = data_of([batches], [Targets("batch['label']", classes=CLASSES, ignored=IGNORED)])
+    assert (finding.verdict, finding.places) == ("fault", ("batch['label']",))
+    assert "8 of 16 are out of range" in finding.text
+    assert data_of([batches[:1]])[0].verdict == "passed"
+
+
+def test_a_loss_that_fails_for_another_reason_and_batches_without_tensors_are_not_checked():
+    def fails(model, batch):
+        raise ValueError("no such thing")
+
+    finding = said(loop(loss=fails))[-1]
+    assert (finding.verdict, finding.text) == ("not checked", "the loss failed with ValueError: no such thing")
+    empty = loop(lambda x, y, step, rank: ("text",))
+    assert only(empty).text == "the batches hold no tensors"
