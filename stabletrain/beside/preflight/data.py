@@ -110,9 +110,9 @@ class Column:
 
     def add(self, tensor: Tensor) -> None:
         """Adds a batch's tensor, `[rows, ...]`."""
-        values = tensor.detach().reshape(len(tensor), -1) if tensor.ndim else tensor.detach().reshape(1, 1)
-        if values.is_complex() or not values.numel():
+        if tensor.is_complex() or not tensor.numel():
             return
+        values = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, -1)
         values = values if self.ignored is None else values.long()
         self.rows, self.total = self.rows + len(values), self.total + values.numel()
         low, high = values.amin(1), values.amax(1)
@@ -146,7 +146,7 @@ class Shard:
     @property
     def again(self) -> float:
         """Share of the rows that came before."""
-        return 1 - len(self.rows) / max(self.rows.total(), 1)
+        return 1 - len(self.rows) / self.rows.total() if self.rows else 0.0
 
 
 def check(make: Maker) -> list[Finding]:
@@ -208,7 +208,8 @@ def data_of(
     if not found:
         rows = sum(each.rows.total() for each in shards)
         batches = sum(len(each.batches) for each in shards)
-        found = [Finding("data", "passed", f"{batches} batches with {rows} rows on {len(shards)} ranks looked at")]
+        text = f"{batches} batches with {rows} rows looked at, of {len(shards)} of the ranks"
+        found = [Finding("data", "passed", text)]
     return found
 
 

@@ -51,7 +51,7 @@ def only(make):
 
 def test_sound_data_pass():
     finding = only(loop())
-    assert (finding.verdict, finding.text) == ("passed", "6 batches with 48 rows on 2 ranks looked at")
+    assert (finding.verdict, finding.text) == ("passed", "6 batches with 48 rows looked at, of 2 of the ranks")
 
 
 def test_a_batch_that_comes_again_within_an_epoch_is_named_with_the_line_of_the_batches():
@@ -264,6 +264,19 @@ def test_batches_that_are_given_are_checked_without_a_model():
     assert (finding.verdict, finding.places) == ("fault", ("batch['label']",))
     assert "8 of 16 are out of range" in finding.text
     assert data_of([batches[:1]])[0].verdict == "passed"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        *(torch.arange(24).view(8, 3).to(dtype) for dtype in (torch.bfloat16, torch.uint8, torch.complex64)),
+        *(torch.arange(48.0).view(6, 8).T, torch.tensor(1.0), torch.zeros(0, 3), torch.zeros(8, 3, dtype=torch.bool)),
+    ],
+)
+def test_tensors_of_any_type_shape_and_layout_are_read(tensor):
+    [*_, finding] = data_of([[(tensor,)], [(tensor,)]])
+    told = tensor.ndim > 0 and len(tensor) > 0 and tensor.dtype != torch.bool
+    assert ("batches of rank 1 are batches of rank 0 too" in finding.text) == told
 
 
 def test_a_loss_that_fails_for_another_reason_and_batches_without_tensors_are_not_checked():
