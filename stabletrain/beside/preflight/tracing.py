@@ -4,7 +4,6 @@ A `TorchFunctionMode` sees each PyTorch function that the loss calls. It follows
 that targets that are made in the loss, such as the numbers of the rows in a contrastive loss, are not taken for data.
 """
 
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -109,9 +108,6 @@ def trace(loop: Loop, batch: Any) -> Traced:
 @contextmanager
 def without_compiler() -> Generator[None, None, None]:
     """Runs compiled functions as they were before they were compiled."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load the compiler takes seconds
-        yield
-        return
     with torch.compiler.set_stance("force_eager"):
         yield
 
