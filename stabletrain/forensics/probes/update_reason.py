@@ -183,8 +183,10 @@ def explain_overflow(trace: UpdateTrace, index: int, before: Mapping[Label, Size
     roots = ancestors(trace, index)
     root = root_of(roots[0], before) if roots else None
     factors = detail.reads[-2:]
-    squared = detail.name in ("pow", "square") or (
-        detail.name in ("mul", "addcmul") and len(factors) == 2 and factors[0].place == factors[1].place
+    squared = (
+        detail.name == "square"
+        or (detail.name == "pow" and detail.numbers == (2,))
+        or (detail.name in ("mul", "addcmul") and len(factors) == 2 and factors[0].place == factors[1].place)
     )
     sizes = [values.absmax for values in record.inputs[-len(factors) :] if values.absmax is not None]
     if not squared or not sizes or root is None:
