@@ -4,6 +4,7 @@
 |---|---|
 | finding | what a check says: verdict, number, line, fix |
 | loop | what the checks are given of a loop, and how a fresh one is made |
+| state | everything that training changes in a loop, by name, and its random states |
 | recording | a few steps of a loop, with everything that they call |
 | structure, network, untrained | parameters and groups; the model by itself; parameters without gradient |
 | order, loss_scale, schedulers | old gradients; the loss scale; the learning rate |

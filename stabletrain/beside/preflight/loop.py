@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -60,6 +61,13 @@ class Loop:
     epoch: int = 0
     ranks: int = 1
 
+    def __post_init__(self) -> None:
+        self.made: Any = self  # what `make()` returned
+
+    def current(self) -> "Loop":
+        """Returns the loop with the parts that it has now: a load may have replaced the optimizer or the scheduler."""
+        return loop_of(self.made)
+
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by name; a tied one has its first name only."""
@@ -105,7 +113,9 @@ def loop_of(made: Any) -> Loop:
             raise ConfigError(f"make() returned no {name!r}; fix: return an object with {', '.join(REQUIRED)}")
     if not isinstance(found["model"], nn.Module):
         raise ConfigError(f"make() returned a model that is no torch.nn.Module: {type(found['model']).__name__}")
-    return Loop(**found)
+    loop = Loop(**found)
+    loop.made = made
+    return loop
 
 
 class Maker:
@@ -134,19 +144,22 @@ class Maker:
 
 
 def seed(number: int) -> None:
-    """Seeds Python's and PyTorch's random numbers."""
+    """Seeds Python's, NumPy's and PyTorch's random numbers."""
     random.seed(number)
+    np.random.seed(number)
     torch.manual_seed(number)
 
 
 @contextmanager
 def nothing_changed() -> Generator[None, None, None]:
     """Restores random states, gradient mode and PyTorch's default type at the end."""
-    numbers, dtype, enabled = random.getstate(), torch.get_default_dtype(), torch.is_grad_enabled()
+    numbers, of_numpy = random.getstate(), np.random.get_state()
+    dtype, enabled = torch.get_default_dtype(), torch.is_grad_enabled()
     with torch.random.fork_rng():
         try:
             yield
         finally:
             random.setstate(numbers)
+            np.random.set_state(of_numpy)
             torch.set_default_dtype(dtype)
             torch.set_grad_enabled(enabled)
