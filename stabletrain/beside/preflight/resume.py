@@ -10,6 +10,7 @@ steps since the loss scale grew.
 import copy
 import inspect
 import io
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ class Moment:
         batch: of the next step.
         loss: of that step; None if unknown.
         after: the values after it.
-        random_after: the random states after it.
+        random_after: the random states after it and what else was drawn.
         upcoming: the batches after it.
         unwritable: why `torch.save` cannot write the state; empty if it can.
         strangers: optimizers that took the step and are none of the loop's.
@@ -165,7 +166,8 @@ def check(make: Maker) -> list[Finding]:
     except LoadFailed as failed:
         cause = failed.__cause__
         text = f"load() failed with what save() returned: {type(cause).__name__}: {cause}"
-        found.append(Finding("resume", "fault", text, ("load",), audit.line, "make load() take what save() returns"))
+        line = line_of_error(cause) or audit.line
+        found.append(Finding("resume", "fault", text, ("load",), line, "make load() take what save() returns"))
     if not any(each.verdict in ("fault", "not checked") for each in found):
         found.append(Finding("resume", "passed", passed(moments[1])))
     if loop.next_batch is None:
@@ -189,7 +191,7 @@ def passed(moment: Moment) -> str:
 
 def uninterrupted(loop: Loop) -> list[Moment]:
     """Trains a fresh loop; returns two moments, one step apart."""
-    steps = loop.epoch if LEAST_STEPS < loop.epoch <= LONGEST_EPOCH else LEAST_STEPS
+    steps = loop.epoch if LEAST_STEPS < loop.epoch <= LONGEST_EPOCH else LEAST_STEPS  # epochs of 1 and 2 end at 2 too
     for step in range(steps):
         take_step(loop, next_of(loop, step))
     moments = []
@@ -203,6 +205,7 @@ def uninterrupted(loop: Loop) -> list[Moment]:
         moment.random_after = random_states(loop)
         moments.append(moment)
     moments[-1].upcoming = upcoming(loop)
+    moments[-1].random_after = random_states(loop)
     return moments
 
 
@@ -357,7 +360,7 @@ class Audit:
             return self.of_parts(moment, own, harmless, "note")
         repaired = resumed(self.make, moment, repaired=True)
         found: list[Finding] = []
-        claims = [*self.of_data(moment, own, repaired), *self.of_random_numbers(moment, own, repaired)]
+        claims = [*self.of_data(moment, repaired), *self.of_random_numbers(moment, own, repaired)]
         if matters(repaired, moment):
             lost = lasting(repaired)
             found += self.of_parts(moment, repaired, lost, "fault")
@@ -382,16 +385,18 @@ class Audit:
         text = f"two fresh loops differ after {last.step + 1} steps ({listed(names)}), so that a resume cannot be "
         return Finding("resume", "not checked", f"{text}compared bit for bit; seed what they draw from in make()")
 
-    def of_data(self, moment: Moment, own: Resumed, repaired: Resumed) -> list[Finding]:
+    def of_data(self, moment: Moment, repaired: Resumed) -> list[Finding]:
         """Says whether the data go on at another place."""
         fix = "save how many batches the training has taken, its epoch too, and let load() go on from there"
         if not same_tree(repaired.batch, moment.batch):
-            of = {
-                place: batch_number(self.make(), moment, each)
-                for place, each in enumerate((repaired.batch, moment.batch))
-            }
-            which = f"that of step {of[0]}, not of step {of[1]}" if of[0] and of[1] else "another one than without it"
+            loop = self.make()
+            found, right = (batch_number(loop, moment, each) for each in (repaired.batch, moment.batch))
+            which = f"that of step {found}, not of step {right}" if found and right else "not the next of the training"
             text = f"the first batch after the load is {which}: the position in the data is not restored"
+            begins = bool(found) and (found - 1) % max(loop.epoch, 1) == 0
+            if begins and loop.epoch and self.goes_on_after_an_epoch(loop):
+                text += " within an epoch, and it is at the end of one"
+                return [self.finding("note", text, ["position", "data"], f"save at the end of an epoch only, or {fix}")]
             return [self.finding("fault", text, ["position", "data"], fix)]
         pairs = zip(repaired.upcoming, moment.upcoming, strict=False)
         places = [number for number, pair in enumerate(pairs, moment.step + 2) if not same_tree(*pair)]
@@ -401,9 +406,17 @@ class Audit:
         text += "part of the position in the data is not restored, such as the epoch"
         return [self.finding("fault", text, ["position", "data"], fix)]
 
+    def goes_on_after_an_epoch(self, loop: Loop) -> bool:
+        """Whether the data go on at the right place if the loop was saved at the end of an epoch, in its new order."""
+        ended = [each for each in self.moments if each.step % loop.epoch == 0]
+        found = [resumed(self.make, each, repaired=True, step=False) for each in ended]
+        right = all(same_tree(each.batch, moment.batch) for each, moment in zip(found, ended, strict=True))
+        return bool(ended) and right and not any(same_tree(moment.batch, loop.batch(0)) for moment in ended)
+
     def of_random_numbers(self, moment: Moment, own: Resumed, repaired: Resumed) -> list[Finding]:
         """Says whether the random states are not restored, and matter."""
-        if own.loss == repaired.loss and same_tree(own.batch, repaired.batch) and not apart(own.loop, repaired.loop):
+        drawn = (own.loss, own.batch, own.upcoming), (repaired.loss, repaired.batch, repaired.upcoming)
+        if same_tree(*drawn) and not apart(own.loop, repaired.loop):
             return []
         sources = sources_of(own.loop)
         names = [
@@ -411,11 +424,11 @@ class Audit:
             for name, before in moment.random.items()
             if name in own.random
             and not same_tree(own.random[name], before)  # the load did not restore it
-            and not same_tree(before, moment.random_after[name])  # the step draws from it
+            and not same_tree(before, moment.random_after[name])  # the steps draw from it
         ]
         if names:
             text = (
-                f"{listed(names)} {'is' if len(names) == 1 else 'are'} not restored, and the next step draws from it: "
+                f"{listed(names)} {'is' if len(names) == 1 else 'are'} not restored, and the next steps draw from it: "
             )
             text += "dropout, noise or augmentation are not those of a training that goes on"
             fix = f"in save() and load(): {'; '.join(sources[name].fix for name in names)}"
@@ -450,7 +463,7 @@ class Audit:
         for part, names in lost.items():
             before, after = moment.state.get(part, {}), found.loaded.get(part, {})
             means, fix = ADVICE.get(
-                kind_of(part), (f"{part} is not what it was", f"save {part}, and let load() restore it")
+                kind_of(part), ("it goes on from other values", f"save {part}.state_dict(), and load it")
             )
             if part == "buffers" and {*names}.isdisjoint(found.loop.model.state_dict()):
                 fix = "register them with persistent=True: state_dict() leaves them out"
@@ -561,3 +574,10 @@ def line_of(function: Any) -> str:
     function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None and is_own(code.co_filename) else ""
+
+
+def line_of_error(error: BaseException | None) -> str:
+    """Returns the innermost line of the user's code that an error came through, `file:line`; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    own = [f"{frame.filename}:{frame.lineno}" for frame in frames if is_own(frame.filename)]
+    return own[-1] if own else ""

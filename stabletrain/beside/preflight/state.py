@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from stabletrain.beside.preflight.loop import Loop
 from stabletrain.errors import is_own
-from stabletrain.guard.checks.written import kept_outside
+from stabletrain.guard.checks.written import kept_outside, own, parts_of
 
 Values = dict[str, Any]
 """Tensors, numbers and words by name."""
@@ -49,6 +49,9 @@ def state_of(loop: Loop) -> State:
         state[f"schedulers.{index}"] = values_of(scheduler, f"schedulers.{index}")
     if loop.scaler is not None:
         state["scaler"] = values_of(loop.scaler, "scaler")
+    if not isinstance(loop.made, (Loop, Mapping)):
+        known = {key: each for key, each in getattr(loop.made, "__dict__", {}).items() if isinstance(each, PLAIN)}
+        state[f"loop.{ATTRIBUTES}"] = known
     for name, each in loop.others.items():
         state[name] = values_of(each, name)
     return state
@@ -147,9 +150,15 @@ def same_tensors(one: Any, two: Any) -> bool:
         one, two = two, one
     if not isinstance(two, Tensor):
         two = torch.as_tensor(two, dtype=one.dtype)
+    ones, twos = parts_of(one), parts_of(two)  # 8-bit values and their scales, for example
+    return len(ones) == len(twos) and all(same_values(own(one), own(two)) for one, two in zip(ones, twos, strict=True))
+
+
+def same_values(one: Tensor, two: Tensor) -> bool:
+    """Whether two plain tensors are equal; dtype and device may be others, and the shape of a single number."""
     if one.numel() != two.numel() or (one.numel() != 1 and one.shape != two.shape):
         return False
-    one, two = (each.detach().to_dense() if each.layout != torch.strided else each.detach() for each in (one, two))
+    one, two = (each if each.layout == torch.strided else each.to_dense() for each in (one, two))
     if one.dtype != two.dtype:
         wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
         one, two = one.to(wide), two.to(wide)
