@@ -5,12 +5,12 @@ at 0. The steps are taken as the first of an optimizer and after a real one, on 
 makes the first value that is not finite is found by running the step again under a recorder of its operations.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -38,6 +38,13 @@ SMALL = 0.01
 
 ATTEMPTS = 3
 """How many real steps are tried until the optimizers step: a loss scale that is too large at first skips some."""
+
+LARGE = 1_000_000
+"""A model with more elements in its parameters is not tried whole: with some of its parameters the steps are as telling
+and cost nothing. An optimizer may treat matrices otherwise than vectors, and each group and dtype otherwise."""
+
+LARGEST = 2**18
+"""Elements of the largest parameter that is tried of such a model, if it has smaller ones of its kind."""
 
 STEPS = 2
 """How many special steps are taken one after the other: some optimizers only store the gradient in their first."""
@@ -109,42 +116,96 @@ def check_optimizer(used: Loop, fresh: Loop, index: int, sparse: set[Tensor]) ->
         index: number of the optimizer.
         sparse: parameters of `used` whose gradients are sparse.
     """
-    numbers = {number for number, each in enumerate(parameters_of(used.optimizers[index])) if each in sparse}
-    name = f"{type(used.optimizers[index]).__name__} (optimizers.{index})"
-    found: list[Finding] = []
-    failed: list[Special] = []
+    optimizer = used.optimizers[index]
+    name = f"{type(optimizer).__name__} (optimizers.{index})"
     cases = [(fresh, "the first step"), (used, "a step after a real one")]
-    if not update_is_finite(used.model, used.optimizers[index]):
+    found: list[Finding] = []
+    if not update_is_finite(used.model, optimizer):
         text = f"{name}: weights or state are not finite after a real step: only first steps are checked"
         found.append(Finding("optimizer", "not checked", text))
         cases.pop()
+    tried = sample_of(optimizer)
+    numbers = {place for place, number in enumerate(tried) if parameters_of(optimizer)[number] in sparse}
+    some = "" if len(tried) == len(parameters_of(optimizer)) else f" (tried with {len(tried)} of its parameters)"
+    narrowed = [(Narrowed(loop, index, tried), when) for loop, when in cases]
+    failed: list[Special] = []
     for special in SPECIAL:
         if special is BOTH_ZERO and failed:  # a step with one of the two is not finite already
             continue
-        for loop, when in cases:
+        for model, when in narrowed:
             try:
-                fault = fault_of(loop, index, special, numbers)
+                fault = fault_of(model, model.optimizer, special, numbers)
             except Exception as error:  # the optimizer refuses such a step, or cannot be recorded
                 text = f"{name}: {when}, with {special.name}, failed with {type(error).__name__}: {error}"
                 found.append(Finding("optimizer", "not checked", text))
                 break
             if fault is not None:
                 failed.append(special)
-                found.append(finding_of(fault, loop.optimizers[index], index, special, when))
+                found.append(finding_of(fault, model.optimizer, index, special, when))
                 break
     if not found:
-        text = f"{name} stays finite with zero gradients, with gradients of {size_of(used.optimizers[index]):g}, and "
-        found.append(Finding("optimizer", "passed", f"{text}with weights of 0, in its first step and after a real one"))
+        text = (
+            f"{name} stays finite with zero gradients, with gradients of {size_of(optimizer):g}, and with weights of "
+        )
+        found.append(Finding("optimizer", "passed", f"{text}0, in its first step and after a real one{some}"))
     return found
 
 
-def fault_of(loop: Loop, index: int, special: Special, sparse: set[int]) -> UpdateFault | None:
+def sample_of(optimizer: Optimizer) -> list[int]:
+    """Returns the numbers of the parameters to try, among the optimizer's: all, or some of each kind if it is large."""
+    parameters = parameters_of(optimizer)
+    if sum(each.numel() for each in parameters) <= LARGE:
+        return [*range(len(parameters))]
+    groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for number, (group, each) in enumerate(zip(groups, parameters, strict=True)):
+        if each.requires_grad:
+            kinds.setdefault((group, each.ndim, each.dtype), []).append(number)
+    chosen: set[int] = set()
+    for numbers in kinds.values():
+        by_size = sorted(numbers, key=lambda number: parameters[number].numel())
+        chosen |= {by_size[0], *[number for number in by_size if parameters[number].numel() <= LARGEST][-1:]}
+    return sorted(chosen)
+
+
+class Narrowed(nn.Module):
+    """A loop's model and one of its optimizers, with some parameters alone.
+
+    Attributes:
+        optimizer: the loop's, which has these parameters only from now on.
+
+    Args:
+        loop: made for the check.
+        index: number of the optimizer.
+        numbers: of the parameters, among the optimizer's.
+    """
+
+    def __init__(self, loop: Loop, index: int, numbers: list[int]) -> None:
+        super().__init__()
+        self.optimizer = optimizer = loop.optimizers[index]
+        parameters = parameters_of(optimizer)
+        self._chosen = {loop.name_of(parameters[number]): parameters[number] for number in numbers}
+        if len(numbers) == len(parameters):
+            return
+        kept = {id(each) for each in self._chosen.values()}
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if id(each) in kept]
+        if isinstance(optimizer.state, dict):
+            for each in [*optimizer.state]:
+                if isinstance(each, Tensor) and id(each) not in kept:
+                    del optimizer.state[each]
+
+    def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters by their names in the loop's model."""
+        yield from ((name, each) for name, each in self._chosen.items() if isinstance(each, nn.Parameter))
+
+
+def fault_of(model: nn.Module, optimizer: Optimizer, special: Special, sparse: set[int]) -> UpdateFault | None:
     """Takes special steps and undoes them; returns what is wrong with the first that is not finite, or None.
 
     Raises:
         Exception: the optimizer's, or its step cannot be recorded.
     """
-    model, optimizer = loop.model, loop.optimizers[index]
     note_start(model, optimizer)  # a mask of -inf is meant
     with put_back_after(model, optimizer):
         good = 0  # steps that stayed finite
