@@ -40,6 +40,9 @@ from stabletrain.errors import is_own
 LEAST_STEPS, LONGEST_EPOCH = 2, 6
 """Steps before the first save: two, or a whole epoch if it is so short, so that the second save is in the next one."""
 
+GRADIENTS = "gradients"
+"""What a training that adds up gradients over several steps goes on with, besides its state."""
+
 UPCOMING = 8
 """At most so many batches after the compared step are compared too, so that short epochs are seen to their end."""
 
@@ -96,7 +99,6 @@ class Moment:
         batch: of the next step.
         loss: of that step; None if unknown.
         after: the values after it.
-        random_after: the random states after it and what else was drawn.
         upcoming: the batches after it.
         unwritable: why `torch.save` cannot write the state; empty if it can.
         strangers: optimizers that took the step and are none of the loop's.
@@ -112,7 +114,6 @@ class Moment:
     batch: Any = None
     loss: Any = None
     after: State = field(default_factory=dict)
-    random_after: dict[str, Any] = field(default_factory=dict)
     upcoming: list[Any] = field(default_factory=list)
     strangers: list[Optimizer] = field(default_factory=list)
 
@@ -162,14 +163,13 @@ def check(make: Maker) -> list[Finding]:
     try:
         found += audit.of(moments[1])
         if not any(each.verdict == "fault" for each in found):
-            found += [each for each in audit.of(moments[0], step=False) if each.verdict == "fault"]
+            earlier = [each for each in audit.of(moments[0], step=False) if each.verdict == "fault"]
+            found = [*earlier, *(each for each in found if not earlier or each.verdict != "passed")]
     except LoadFailed as failed:
         cause = failed.__cause__
         text = f"load() failed with what save() returned: {type(cause).__name__}: {cause}"
         line = line_of_error(cause) or audit.line
         found.append(Finding("resume", "fault", text, ("load",), line, "make load() take what save() returns"))
-    if not any(each.verdict in ("fault", "not checked") for each in found):
-        found.append(Finding("resume", "passed", passed(moments[1])))
     if loop.next_batch is None:
         text = "whether the data go on at the same place: make() returned no next_batch()"
         found.append(Finding("resume", "not checked", text))
@@ -202,10 +202,8 @@ def uninterrupted(loop: Loop) -> list[Moment]:
         with strangers_to(loop) as moment.strangers:
             moment.loss = take_step(loop, batch)
         moment.after = copy_of(state_of(loop))
-        moment.random_after = random_states(loop)
         moments.append(moment)
     moments[-1].upcoming = upcoming(loop)
-    moments[-1].random_after = random_states(loop)
     return moments
 
 
@@ -231,13 +229,13 @@ def as_file(state: Any) -> tuple[Callable[[], Any], str]:
     return lambda: torch.load(io.BytesIO(file.getvalue()), weights_only=False), ""
 
 
-def resumed(make: Maker, moment: Moment, *, repaired: bool = False, step: bool = True) -> Resumed:
+def resumed(make: Maker, moment: Moment, repair: Sequence[str] = (), *, step: bool = True) -> Resumed:
     """Loads a moment's state into a fresh loop, compares, and takes a step.
 
     Args:
         make: the maker.
         moment: when the state was saved.
-        repaired: sets random states and gradients to those of the moment after the load.
+        repair: names of random states, and `GRADIENTS`, that are set to those of the moment after the load.
         step: False takes the step only if something differs before it.
 
     Raises:
@@ -254,10 +252,10 @@ def resumed(make: Maker, moment: Moment, *, repaired: bool = False, step: bool =
     lost = differences(moment.state, state_of(loop))
     loaded = copy_of({part: values for part, values in state_of(loop).items() if part in lost})
     drawn = random_states(loop)
-    if repaired:
-        for name, source in sources_of(loop).items():
-            if name in moment.random:
-                source.set(moment.random[name])
+    for name, source in sources_of(loop).items():
+        if name in repair and name in moment.random:
+            source.set(moment.random[name])
+    if GRADIENTS in repair:
         for name, parameter in loop.parameters.items():
             parameter.grad = moment.gradients[name].clone() if name in moment.gradients else None
     result = Resumed(loop, lost, loaded, drawn, copy.deepcopy(next_of(loop, moment.step)))
@@ -348,7 +346,7 @@ class Audit:
         return found
 
     def of(self, moment: Moment, *, step: bool = True) -> list[Finding]:
-        """Says what a resume from a moment does not restore; empty if it restores everything.
+        """Says what a resume from a moment does not restore, or that it restores everything.
 
         Args:
             moment: at which the state was saved.
@@ -356,9 +354,10 @@ class Audit:
         """
         own = resumed(self.make, moment, step=step)
         if goes_on(own, moment):
-            harmless = {part: names for part, names in own.lost.items() if not part.endswith(ATTRIBUTES)}
-            return self.of_parts(moment, own, harmless, "note")
-        repaired = resumed(self.make, moment, repaired=True)
+            # A buffer that the next step writes anew, and an attribute, need not be restored.
+            left = {part: names for part, names in own.lost.items() if part != "buffers" and not is_attributes(part)}
+            return [*self.of_parts(moment, own, left, "note"), Finding("resume", "passed", passed(moment))]
+        repaired = resumed(self.make, moment, [*moment.random, GRADIENTS])
         found: list[Finding] = []
         claims = [*self.of_data(moment, repaired), *self.of_random_numbers(moment, own, repaired)]
         if matters(repaired, moment):
@@ -371,13 +370,14 @@ class Audit:
         if claims and not goes_on(repaired, moment) and (unlike := self.unlike()):
             # What one step changes says nothing then. What the load itself left out is seen without a step.
             return [*found, unlike]
-        return [*found, *claims]
+        alike = "two loops that loaded the same state took other steps, and nothing that was compared says why"
+        return [*found, *claims] or [Finding("resume", "not checked", alike)]
 
     def unlike(self) -> Finding | None:
         """Says how two fresh loops differ that are trained alike; None if they do not."""
         last, again = self.moments[-1], uninterrupted(self.make())[-1]
         differ = differences(last.after, again.after)
-        names = [name for part, each in differ.items() if not part.endswith(ATTRIBUTES) for name in each]
+        names = [name for part, each in differ.items() if not is_attributes(part) for name in each]
         if not same_tree(last.batch, again.batch):
             names = ["the batches", *names]
         if not names:
@@ -409,36 +409,31 @@ class Audit:
     def goes_on_after_an_epoch(self, loop: Loop) -> bool:
         """Whether the data go on at the right place if the loop was saved at the end of an epoch, in its new order."""
         ended = [each for each in self.moments if each.step % loop.epoch == 0]
-        found = [resumed(self.make, each, repaired=True, step=False) for each in ended]
+        found = [resumed(self.make, each, [*each.random], step=False) for each in ended]
         right = all(same_tree(each.batch, moment.batch) for each, moment in zip(found, ended, strict=True))
         return bool(ended) and right and not any(same_tree(moment.batch, loop.batch(0)) for moment in ended)
 
     def of_random_numbers(self, moment: Moment, own: Resumed, repaired: Resumed) -> list[Finding]:
         """Says whether the random states are not restored, and matter."""
-        drawn = (own.loss, own.batch, own.upcoming), (repaired.loss, repaired.batch, repaired.upcoming)
-        if same_tree(*drawn) and not apart(own.loop, repaired.loop):
+        if not took_another(own, repaired):
             return []
-        sources = sources_of(own.loop)
-        names = [
-            name
-            for name, before in moment.random.items()
-            if name in own.random
-            and not same_tree(own.random[name], before)  # the load did not restore it
-            and not same_tree(before, moment.random_after[name])  # the steps draw from it
-        ]
+        causes = [name for name, state in own.random.items() if not same_tree(state, moment.random.get(name))]
+        causes += [GRADIENTS] if moment.gradients else []
+        if len(causes) > 1:  # some may be drawn from for what does not matter
+            causes = [name for name in causes if took_another(own, resumed(self.make, moment, [name]))]
+        names, found = [name for name in causes if name != GRADIENTS], []
         if names:
             text = (
                 f"{listed(names)} {'is' if len(names) == 1 else 'are'} not restored, and the next steps draw from it: "
             )
             text += "dropout, noise or augmentation are not those of a training that goes on"
-            fix = f"in save() and load(): {'; '.join(sources[name].fix for name in names)}"
-            return [self.finding("fault", text, names, fix)]
-        if moment.gradients:
-            text = (
-                "the next step adds to gradients that are left from the step before the save, and they are not restored"
-            )
-            return [self.finding("note", text, [*moment.gradients], "save only after a step that zeroes the gradients")]
-        return []
+            fix = f"in save() and load(): {'; '.join(sources_of(own.loop)[name].fix for name in names)}"
+            found.append(self.finding("fault", text, names, fix))
+        if GRADIENTS in causes:
+            text = "the next step adds to gradients that are left from before the save, and they are not restored"
+            fix = "save only after a step that zeroes the gradients"
+            found.append(self.finding("note", text, [*moment.gradients], fix))
+        return found
 
     def of_strangers(self, repaired: Resumed) -> Finding:
         """Says that another optimizer steps after the load than the loop's."""
@@ -448,7 +443,7 @@ class Audit:
 
     def of_something_hidden(self, moment: Moment, repaired: Resumed) -> Finding:
         """Says that a step differs although everything that was compared after the load is the same."""
-        names = [name for part, each in repaired.differs.items() if not part.endswith(ATTRIBUTES) for name in each]
+        names = [name for part, each in repaired.differs.items() if not is_attributes(part) for name in each]
         attributes = [name for part, each in lasting(repaired, True).items() for name in each]
         because = f"; {listed(attributes)} differ after the load" if attributes else ""
         text = f"one step after the load {listed(names) or 'the loss'} differ from a training that goes on, although "
@@ -473,6 +468,11 @@ class Audit:
         return findings
 
 
+def is_attributes(part: str) -> bool:
+    """Whether a part holds attributes of objects: many count what does not matter, and none is a fault by itself."""
+    return part.endswith(ATTRIBUTES)
+
+
 def goes_on(found: Resumed, moment: Moment) -> bool:
     """Whether a resumed loop went on as the one that was not interrupted."""
     return (
@@ -484,7 +484,7 @@ def goes_on(found: Resumed, moment: Moment) -> bool:
 
 def matters(found: Resumed, moment: Moment) -> bool:
     """Whether the step after the load had another result. Attributes of objects may count things that do not matter."""
-    return not same(found.loss, moment.loss) or any(not part.endswith(ATTRIBUTES) for part in found.differs)
+    return not same(found.loss, moment.loss) or any(not is_attributes(part) for part in found.differs)
 
 
 def lasting(found: Resumed, attributes: bool = False) -> dict[str, list[str]]:
@@ -498,14 +498,16 @@ def lasting(found: Resumed, attributes: bool = False) -> dict[str, list[str]]:
     for part, names in found.lost.items():
         if part == "buffers" or attributes:
             names = [name for name in names if name in found.differs.get(part, ())]
-        if names and part.endswith(ATTRIBUTES) == attributes:
+        if names and is_attributes(part) == attributes:
             lost[part] = names
     return lost
 
 
-def apart(one: Loop, two: Loop) -> bool:
-    """Whether two loops differ in more than attributes."""
-    return any(not part.endswith(ATTRIBUTES) for part in differences(state_of(one), state_of(two)))
+def took_another(one: Resumed, two: Resumed) -> bool:
+    """Whether two resumed loops went different ways: by batches, loss, or more than attributes after the step."""
+    if not same_tree((one.loss, one.batch, one.upcoming), (two.loss, two.batch, two.upcoming)):
+        return True
+    return any(not is_attributes(part) for part in differences(state_of(one.loop), state_of(two.loop)))
 
 
 def distance(moment: Moment, found: Resumed) -> float:
@@ -513,7 +515,7 @@ def distance(moment: Moment, found: Resumed) -> float:
 
     Infinity if more than weights and loss differs.
     """
-    parts = {part: names for part, names in found.differs.items() if not part.endswith(ATTRIBUTES)}
+    parts = {part: names for part, names in found.differs.items() if not is_attributes(part)}
     if not parts and moment.loss and found.loss is not None:
         return abs(found.loss - moment.loss) / abs(moment.loss)
     before, after, now = moment.state["parameters"], moment.after["parameters"], found.loop.parameters
@@ -543,16 +545,12 @@ def kind_of(part: str) -> str:
 
 def difference_of(part: str, names: list[str], before: Values, after: Values) -> str:
     """Says how a part differs: the numbers that do, or how many tensors."""
-    tensors = {
-        when: sum(isinstance(each, Tensor) for each in values.values()) for when, values in enumerate((before, after))
-    }
-    optimizer = part.removesuffix(".state")
-    if optimizer != part and not after:
-        return f"{optimizer}: optimizer state empty after load: {tensors[0]} tensors saved, 0 restored"
-    numbers = [name for name in names if is_short(before.get(name)) and is_short(after.get(name))]
-    if len(numbers) == len(names):
-        told = [f"{n} is {shown(before.get(n))} when saved and {shown(after.get(n))} after load" for n in names]
-        return listed(told)
+    if part.endswith(".state") and not after:
+        saved = sum(isinstance(each, Tensor) for each in before.values())
+        optimizer = part.removesuffix(".state")
+        return f"{optimizer}: optimizer state empty after load: {saved} tensors saved, 0 restored"
+    if all(is_short(before.get(name)) and is_short(after.get(name)) for name in names):
+        return listed([f"{n} is {shown(before, n)} when saved and {shown(after, n)} after load" for n in names])
     missing = sum(name not in after for name in names)
     how = f" ({missing} of them missing)" if missing else ""
     return f"{len(names)} of the {len(before)} values of {part} differ after load{how}: {listed(names)}"
@@ -563,10 +561,12 @@ def is_short(value: Any) -> bool:
     return isinstance(value, PLAIN) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def shown(value: Any) -> str:
+def shown(values: Values, name: str) -> str:
     """Returns a number or word as a text."""
-    value = value.item() if isinstance(value, Tensor) else value
-    return f"{value:g}" if isinstance(value, float) else "missing" if value is None else str(value)
+    if name not in values:
+        return "missing"
+    value = values[name].item() if isinstance(values[name], Tensor) else values[name]
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def line_of(function: Any) -> str:

@@ -26,6 +26,9 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 ATTRIBUTES = "attributes"
 """End of the name of a part that holds attributes of objects, in which many a number counts for nothing."""
 
+OF_WARNINGS = ("_step_count", "_is_initial", "_get_lr_called_within_step", "verbose")
+"""What a scheduler of PyTorch's keeps for its warnings alone; one that is made with `last_epoch=` counts otherwise."""
+
 MOST_ITEMS, MOST_OBJECTS = 1000, 20_000
 """Longer lists are data, in which no generator is looked for; and so many objects are looked at."""
 
@@ -46,7 +49,8 @@ def state_of(loop: Loop) -> State:
     for index, optimizer in enumerate(loop.optimizers):
         state |= state_of_optimizer(optimizer, f"optimizers.{index}", loop.parameters)
     for index, scheduler in enumerate(loop.schedulers):
-        state[f"schedulers.{index}"] = values_of(scheduler, f"schedulers.{index}")
+        values = values_of(scheduler, f"schedulers.{index}")
+        state[f"schedulers.{index}"] = {name: each for name, each in values.items() if not name.endswith(OF_WARNINGS)}
     if loop.scaler is not None:
         state["scaler"] = values_of(loop.scaler, "scaler")
     if not isinstance(loop.made, (Loop, Mapping)):
