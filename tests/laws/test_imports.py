@@ -71,19 +71,8 @@ MAY_SEE = {
     "beside/faults": NOUNS | {"checkpoint", "extension", "tracking"},
     "beside/forecast": NOUNS | {"beside/comparison", "config", "extension", "forensics", "tracking"},
     "beside/preflight": NOUNS
-    | {
-        "checkpoint",
-        "config",
-        "data",
-        "extension",
-        "forensics",
-        "guard",
-        "guard/checks",
-        "machine",
-        "models",
-        "monitors",
-    }
-    | {"parallel", "stability", "step", "tools", "tracking", "trainer"},
+    | {"checkpoint", "config", "data", "extension", "forensics", "guard", "guard/checks", "machine", "models"}
+    | {"monitors", "parallel", "stability", "step", "tools", "tracking", "trainer"},
     "beside/script": NOUNS | {"guard", "guard/checks", "parallel"},
     "beside/slurm": NOUNS
     | {"beside/comparison", "beside/sweep", "cli", "config", "data", "machine", "parallel", "tracking"},

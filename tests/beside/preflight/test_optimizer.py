@@ -117,6 +117,16 @@ def test_a_step_with_huge_gradients():
     assert found.verdict == "fault"
 
 
+def test_a_power_above_2_is_not_called_a_square():
+    class Fourth(Own):
+        def change(self, weight, gradient, state):
+            return gradient / (gradient.pow(4).sqrt().sqrt() + 1e-4) + gradient.pow(4)
+
+    [found] = checked(loop(Fourth))
+    assert "overflow of fp32: inputs up to 1e+10 give 1e+40" in found.text
+    assert "in `gradient.pow(4)`, computed from the gradient of 0.weight" in found.text
+
+
 def test_a_step_with_weights_of_0():
     [found] = checked(loop(ByNorm))
     assert found.text.startswith(
