@@ -492,12 +492,13 @@ def lasting(found: Resumed, attributes: bool = False) -> dict[str, list[str]]:
 
     Args:
         found: the resumed loop.
-        attributes: whether to return attributes of objects alone, those that still differ after the step.
+        attributes: whether to return attributes of objects alone: modes, and those that still differ after the step.
     """
     lost = {}
     for part, names in found.lost.items():
         if part == "buffers" or attributes:
-            names = [name for name in names if name in found.differs.get(part, ())]
+            modes = ("training", "requires_grad") if attributes else ()
+            names = [name for name in names if name in found.differs.get(part, ()) or name.endswith(modes)]
         if names and is_attributes(part) == attributes:
             lost[part] = names
     return lost
@@ -513,19 +514,17 @@ def took_another(one: Resumed, two: Resumed) -> bool:
 def distance(moment: Moment, found: Resumed) -> float:
     """Returns how far the weights are from those of the moment's step, relative to what that step moved them.
 
-    Infinity if more than weights and loss differs.
+    If only losses differ, how far they are; infinity if something else differs and no weights do.
     """
-    parts = {part: names for part, names in found.differs.items() if not is_attributes(part)}
-    if not parts and moment.loss and found.loss is not None:
+    if all(map(is_attributes, found.differs)) and moment.loss and found.loss is not None:
         return abs(found.loss - moment.loss) / abs(moment.loss)
     before, after, now = moment.state["parameters"], moment.after["parameters"], found.loop.parameters
     shares = [
         float((now[name].detach() - after[name]).norm() / (after[name] - before[name]).norm())
-        for name in parts.pop("parameters", ())
+        for name in found.differs.get("parameters", ())
         if not same(after[name], before[name])
     ]
-    others = [name for part in parts if not part.startswith("optimizers") for name in parts[part]]
-    return float("inf") if others or not shares else max(shares)
+    return max(shares, default=float("inf"))
 
 
 def batch_number(loop: Loop, moment: Moment, batch: Any) -> int:

@@ -338,6 +338,36 @@ def test_something_that_no_part_of_the_state_shows():
     assert found.places[0] == "taken"
 
 
+def test_a_mode_that_the_load_does_not_restore_is_named():
+    class Evaluates(Small):
+        def step(self, batch):
+            loss = super().step(batch)
+            self.model.eval()
+            return loss
+
+    found = only_fault(Evaluates)
+    assert "training, 0.training, 1.training, 2.training and 1 more differ after the load" in found.text
+
+
+def test_a_step_that_only_rounds_otherwise_is_a_note():
+    class Rounds(Small):
+        scale = 1.0
+
+        def make_optimizers(self):
+            self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=0.1)]
+            self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.5)]
+
+        def loss(self, batch):
+            return super().loss(batch) * self.scale
+
+        def load(self, state):
+            super().load(state)
+            self.scale = 1.0 + 1e-6
+
+    [found] = audit(Rounds)
+    assert found.verdict == "note"
+
+
 def test_gradients_that_are_added_up_over_steps_are_a_note():
     class Adds(Small):
         def step(self, batch):
