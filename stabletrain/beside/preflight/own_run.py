@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from stabletrain.beside.preflight.loop import Loop
 from stabletrain.checkpoint.capture import capture, restore
-from stabletrain.checkpoint.tree import map_tensors
+from stabletrain.checkpoint.tree import Tree, map_tensors
 from stabletrain.machine import compiling
 from stabletrain.records import Batch
 from stabletrain.several_optimizers import optimizers_of
 from stabletrain.stability.precision.base import FullPrecision
-from stabletrain.step import train_step
+from stabletrain.step import set_lr, train_step
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer.build import build
 from stabletrain.trainer.run import TrainingRun
@@ -30,7 +29,7 @@ PRECISIONS = {"tf32": "fp32", "bf16_params": "bf16", "fp8": "bf16"}
 
 
 @contextmanager
-def runs_of(cfg: DictConfig, folder: Path, ranks: int = 1) -> Generator[Callable[[], Loop], None, None]:
+def runs_of(cfg: Any, folder: Path, ranks: int = 1) -> Generator[Callable[[], Loop], None, None]:
     """Context in which fresh runs of a configuration can be made; at its end they are closed.
 
     Args:
@@ -74,6 +73,11 @@ def loop_of_run(run: TrainingRun, ranks: int = 1) -> Loop:
     def step(tensors: tuple[Tensor, Tensor]) -> Tensor:
         return torch.tensor(train_step(state, Batch(*tensors).split(run.plan.grad_accum_steps), tools).loss)
 
+    def load(tree: Tree) -> None:
+        restore(tree, state, parts)
+        # A step sets its rate by its number: until then, show the one that the state was saved with.
+        set_lr(state.optimizer, tools.learning_rate(max(state.step - 1, 0)))
+
     return Loop(
         model=state.model,
         optimizers=optimizers_of(state.optimizer),
@@ -82,7 +86,7 @@ def loop_of_run(run: TrainingRun, ranks: int = 1) -> Loop:
         step=step,
         next_batch=lambda: batch(state.step),
         save=lambda: map_tensors(lambda tensor: tensor.detach().clone(), capture(state, parts)),
-        load=lambda tree: restore(tree, state, parts),
+        load=load,
         scaler=LossScale(tools.precision) if tools.precision.name == "fp16" else None,
         others={name: each for name, each in parts.items() if name in ("clipping", "guard")},
         precision=mode_of(tools.precision),
