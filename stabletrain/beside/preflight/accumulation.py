@@ -1,9 +1,377 @@
-"""Whether the micro-batches' losses and gradients add up to those of the whole batch."""
+"""Whether the micro-batches' losses and gradients add up to those of the whole batch.
+
+Takes a step without clipping, autocast, compilation and dropout, and compares the gradient that the optimizers get with
+that of `loss` of the whole batch: for the first batch, and for the last of an epoch if it is smaller. If they differ,
+the gradient of each micro-batch alone shows which weights the step gave them, and which they have in the batch.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from stabletrain.beside.preflight.finding import Finding
-from stabletrain.beside.preflight.loop import Maker
+from stabletrain.beside.preflight.loop import Loop, Maker, seed
+from stabletrain.beside.preflight.plain import (
+    Gradients,
+    cosine,
+    dot,
+    eager,
+    gradient_of,
+    mapped,
+    norm,
+    tensors_of,
+    without_autocast,
+    without_dropout,
+)
+from stabletrain.beside.preflight.recording import parameters_of, recording, replaced
+
+NAME = "accumulation"
+
+SHRINK = 2.0**-30
+"""What gradients are multiplied with, so that no clipping sees a large one. A power of 2 rounds nothing."""
+
+MOST_CALLS = 32
+"""Calls of `step` within which the optimizers are expected to step; more would take too long."""
+
+MOST_PARTS = 64
+"""Micro-batches whose gradients are computed apart; more would take too long."""
+
+COORDINATES = 200_000
+"""Numbers of a gradient that are used to find the weights of micro-batches: many more than there are weights."""
+
+
+@dataclass
+class Update:
+    """What the optimizers got for one update.
+
+    Attributes:
+        batches: of the calls of `step` that it took.
+        gradient: unscaled and not clipped.
+        sizes: rows of each micro-batch.
+        line: of the user's backward call.
+        reason: why it cannot be checked; empty if it can.
+    """
+
+    batches: list[Any] = field(default_factory=list)
+    gradient: Gradients = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    line: str = ""
+    reason: str = ""
 
 
 def check(make: Maker) -> list[Finding]:
     """Checks a loop."""
-    return [Finding("accumulation", "not checked", "not written yet")]
+    loop = make()
+    if loop.step is None:
+        return [Finding(NAME, "not checked", "make() returned no step")]
+    first = Compared(make, 0)
+    if first.finding.verdict == "fault" or loop.epoch < 2 or len(first.update.batches) > 1:
+        return [first.finding]
+    if rows(loop.batch(loop.epoch - 1)) == rows(loop.batch(0)):
+        return [first.finding]
+    return [first.finding, Compared(make, loop.epoch - 1, first).finding]
+
+
+class Compared:
+    """The gradient of an update beside that of the loss of the same samples.
+
+    Args:
+        make: makes fresh loops.
+        start: number of the first batch.
+        first: of the first batch of the epoch, if this is the last.
+    """
+
+    def __init__(self, make: Maker, start: int, first: "Compared | None" = None) -> None:
+        self.start, self.first, self.factor = start, first, 1.0
+        self.loop = make()
+        self.tolerance = tolerance(self.loop)
+        self.update = taken(make(), start)
+        with plainly(self.loop):
+            self.finding = self.compared()
+
+    def compared(self) -> Finding:
+        """Returns what was found."""
+        update = self.update
+        if update.reason:
+            return Finding(NAME, "not checked", update.reason)
+        late = self.first is not None and len(update.batches) > 1  # the first batch had an update of its own
+        if late:
+            alone = self.of_loss(update.batches[-1])
+            if far(update.gradient, alone) <= self.tolerance:
+                return Finding(NAME, "passed", f"{self.name} gets no update, and leaves no gradient behind")
+        try:
+            batch = joined(update.batches)
+        except (RuntimeError, ValueError, TypeError) as error:
+            return Finding(NAME, "not checked", f"batches that share an update cannot be joined: {error}")
+        whole = self.of_loss(batch)
+        distance = far(update.gradient, whole)
+        if distance <= self.tolerance:
+            parts = f"{len(update.sizes)} micro-batches" if len(update.sizes) > 1 else "the step"
+            return Finding(
+                NAME, "passed", f"the gradient of {parts} is that of the whole batch, to {distance:.0e} ({self.name})"
+            )
+        if len(update.sizes) < 2:
+            return self.one_part(whole)
+        if len(update.sizes) > MOST_PARTS:
+            return Finding(NAME, "not checked", f"{len(update.sizes)} micro-batches are too many to compare")
+        return self.several_parts(batch, whole, late=late)
+
+    @property
+    def name(self) -> str:
+        """Which batch it is."""
+        return "the first batch" if self.first is None else f"the last batch of the epoch, number {self.start}"
+
+    def of_loss(self, batch: Any) -> Gradients:
+        """Returns the gradient of the loss of a batch, of what the optimizers train."""
+        names = {self.loop.name_of(each) for optimizer in self.loop.optimizers for each in parameters_of(optimizer)}
+        return {name: each for name, each in gradient_of(self.loop, batch)[1].items() if name in names}
+
+    def one_part(self, whole: Gradients) -> Finding:
+        """Compares an update of a single backward call."""
+        given, line = self.update.gradient, self.update.line
+        factor = dot(given, whole) / max(dot(whole, whole), 1e-300)
+        if far(given, {name: factor * each for name, each in whole.items()}) > self.tolerance * max(abs(factor), 1.0):
+            text = (
+                f"the gradient of step is not that of loss ({self.name}): cosine {cosine(given, whole):.3f}, "
+                f"{norm(given) / max(norm(whole), 1e-300):.3g} times as long; step may draw other random numbers or "
+                "train more than loss"
+            )
+            return Finding(NAME, "note", text, line=line)
+        self.factor = factor
+        usual = 1.0 if self.first is None else self.first.factor
+        # 1 %: far above rounding, and far below what another number of rows makes.
+        if self.first is not None and abs(factor - usual) > 0.01 * abs(usual):
+            text = (
+                f"the gradient of {self.name} ({rows(self.update.batches[0])} rows) is {factor:.3g} times that of its "
+                f"mean loss, that of the first batch ({rows(self.first.update.batches[0])} rows) {usual:.3g} times: "
+                "backward divides by a number of rows that is not the batch's own"
+            )
+            return Finding(NAME, "fault", text, line=line, fix="divide the loss by the batch's own number of targets")
+        text = f"the gradient of step is {factor:.4g} times that of loss ({self.name})"
+        return Finding(NAME, "note", text, line=line)
+
+    def several_parts(self, batch: Any, whole: Gradients, *, late: bool) -> Finding:
+        """Compares an update of micro-batches: finds the weights that they have, and those they should have."""
+        update = self.update
+        if sum(update.sizes) != rows(batch):
+            reason = f"the micro-batches have {sum(update.sizes)} rows, the batch {rows(batch)}"
+            return Finding(NAME, "not checked", reason, line=update.line)
+        parts = [self.of_loss(each) for each in split(batch, update.sizes)]
+        given, given_error = weights_of(update.gradient, parts)
+        right, right_error = weights_of(whole, parts)
+        if right_error > self.tolerance:
+            # As with batch normalization, or a loss of pairs: then only the sum of the weights is known.
+            total, usual = sum(given), len(given)
+            if given_error <= self.tolerance and abs(total - usual) < 0.01 * usual:
+                return self.fault(given, [1 / usual] * usual, late=late)
+            reason = (
+                "the gradient of the batch is not a sum of those of its parts, as with batch normalization, a loss of "
+                "pairs or random numbers of the model's own, so that micro-batches cannot be compared with it"
+            )
+            return Finding(NAME, "not checked", reason)
+        if given_error > self.tolerance:
+            text = (
+                f"the gradient of step is not that of loss ({self.name}), and no weights of {len(parts)} micro-batches "
+                f"explain it: cosine {cosine(update.gradient, whole):.3f}"
+            )
+            return Finding(NAME, "note", text, line=update.line)
+        return self.fault(given, right, late=late)
+
+    def fault(self, given: list[float], right: list[float], *, late: bool) -> Finding:
+        """Says which weights the micro-batches have, and why they are wrong."""
+        count, line = len(given), self.update.line
+        means = (
+            f"the gradient of {count} micro-batches is not that of the batch ({self.name}): they have the weights "
+            f"{numbers(given)}, in the mean over all targets {numbers(right)}"
+        )
+        factor = sum(given) / (sum(right) or 1.0)
+        proportional = all(
+            abs(one - factor * other) <= 0.01 * max(abs(factor), 1.0) for one, other in zip(given, right, strict=True)
+        )
+        even = max(given) - min(given) <= 0.01 * max(abs(each) for each in given)
+        if late:
+            text = f"{self.name} gets no update, and its gradient is added to that of the next batch: {means}"
+            fix = "step the optimizer with what is left at the end of the epoch, or call zero_grad() there"
+        elif self.first is not None and proportional:
+            text = f"{means}: {factor:.3g} times, though the gradient of the first batch is right"
+            fix = "divide by the batch's own number of micro-batches or targets, not by the usual one"
+        elif proportional and abs(factor - count) <= 0.01 * count:
+            text, fix = f"{means}: {factor:.3g} times, their sum", f"divide each loss by {count} before backward()"
+        elif proportional and abs(factor - 1 / count) <= 0.01 / count:
+            text = f"{means}: {factor:.3g} times, as if divided twice"
+            fix = f"divide each loss only once by {count}; a library may do so too"
+        elif proportional:
+            text = f"{means}: {factor:.3g} times"
+            fix = "divide each loss's sum by the number of targets of the whole batch; ignored ones do not count"
+        elif abs(sum(given) - count) <= 0.01 * count and even:
+            text = f"{means}: the means are added up, not averaged"
+            fix = "weight each loss by its number of targets / those of the whole batch before backward()"
+        else:
+            text = f"{means}: a mean of means, though their numbers of targets differ" if even else means
+            fix = "weight each loss by its number of targets / those of the whole batch before backward()"
+        return Finding(NAME, "fault", text, line=line, fix=fix)
+
+
+def taken(loop: Loop, start: int) -> Update:
+    """Calls `step` until the optimizers step; returns what they got.
+
+    Args:
+        loop: fresh.
+        start: number of the first batch.
+    """
+    assert loop.step is not None
+    update = Update()
+    in_half = any(each.dtype == torch.float16 for each in loop.model.parameters())
+    shrink = 1.0 if in_half else SHRINK  # fp16 has no numbers that small
+    with plainly(loop), shrunk(shrink):
+        for number in range(start, start + MOST_CALLS):
+            batch = loop.batch(number)
+            update.batches.append(batch)
+            seed(1)
+            with sizes_of(loop, batch, update.sizes), recording(loop) as step:
+                loop.step(batch)
+            backward, stepped = step.calls("backward"), step.calls("optimizer")
+            update.line = backward[-1].line if backward else update.line
+            kinds = [event.kind for event in step.events]
+            if "optimizer" in kinds and "backward" in kinds[kinds.index("optimizer") :]:
+                update.reason = "an optimizer steps before the last backward call: there is no gradient of one loss"
+            elif len(stepped) > len({event.index for event in stepped}):
+                update.reason = "an optimizer steps more than once in a step"
+            elif not backward and not update.line:
+                update.reason = "step calls no backward()"
+            if stepped or update.reason:
+                update.gradient = {
+                    name: each / shrink for given in step.given.values() for name, each in given.items()
+                }
+                return update
+    update.reason = f"no optimizer stepped in {MOST_CALLS} calls of step"
+    return update
+
+
+@contextmanager
+def plainly(loop: Loop) -> Generator[None, None, None]:
+    """Computes without compilation, autocast and dropout: then parts of a batch differ by their samples alone."""
+    with eager(), without_autocast(), without_dropout(loop.model):
+        yield
+
+
+@contextmanager
+def shrunk(by: float) -> Generator[None, None, None]:
+    """Multiplies the gradients of the outermost backward calls."""
+    inside = False
+
+    def backward(inner: Callable[..., Any], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return inner(tensors, grad_tensors, *args, **kwargs)
+        roots = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else [*grad_tensors]
+        given = given if len(given) == len(roots) else [None] * len(roots)
+        small = [
+            by * (torch.ones_like(root) if each is None else each) for root, each in zip(roots, given, strict=True)
+        ]
+        inside = True
+        try:
+            return inner(roots, small, *args, **kwargs)
+        finally:
+            inside = False
+
+    with replaced(torch.autograd, "backward", backward):
+        yield
+
+
+@contextmanager
+def sizes_of(loop: Loop, batch: Any, sizes: list[int]) -> Generator[None, None, None]:
+    """Adds the number of rows of each micro-batch of a step: what the model got before each backward call.
+
+    If the model is not called as a whole, or with something else, the batch counts as split evenly.
+    """
+    seen: list[int] = []
+    found: list[int] = []
+
+    def called(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = [each for each in tensors_of([args, kwargs]) if each.ndim]
+        if inputs:
+            seen.append(len(inputs[0]))
+
+    def backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found.append(seen[-1] if seen else 0)
+        seen.clear()
+        return inner(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.callback(loop.model.register_forward_pre_hook(called, with_kwargs=True).remove)
+        stack.enter_context(replaced(torch.autograd, "backward", backward))
+        yield
+    if found and sum(found) != rows(batch):
+        largest = -(-rows(batch) // len(found))
+        found = [len(each) for each in torch.arange(rows(batch)).split(largest)]
+    sizes.extend(found)
+
+
+def rows(batch: Any) -> int:
+    """Returns the length of a batch's first tensor."""
+    return next((len(each) for each in tensors_of(batch) if each.ndim), 0)
+
+
+def joined(batches: list[Any]) -> Any:
+    """Returns several batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    columns = [iter(each) for each in zip(*map(tensors_of, batches), strict=True)]
+    whole = iter([torch.cat([*column]) for column in columns])
+    return mapped(lambda _: next(whole), batches[0])
+
+
+def split(batch: Any, sizes: list[int]) -> list[Any]:
+    """Splits a batch; what has another length is in each part."""
+    length, found, start = rows(batch), [], 0
+    for size in sizes:
+        chosen = slice(start, start + size)
+        found.append(mapped(lambda each, at=chosen: each[at] if each.ndim and len(each) == length else each, batch))
+        start += size
+    return found
+
+
+def tolerance(loop: Loop) -> float:
+    """Returns the share of its norm by which a gradient may differ through rounding alone.
+
+    A thousand times the rounding of the weights' precision: sums of many terms that cancel lose some digits. It is
+    still far below what a wrong weight of a micro-batch makes.
+    """
+    rounding = max((torch.finfo(each.dtype).eps for each in loop.model.parameters()), default=1e-7)
+    return min(max(1e3 * rounding, 1e-3), 0.05)
+
+
+def far(one: Gradients, two: Gradients) -> float:
+    """Returns the norm of the difference of two gradients, relative to that of the second."""
+    zero = torch.zeros(())
+    difference = {name: one.get(name, zero).double() - two.get(name, zero).double() for name in {**one, **two}}
+    return norm(difference) / max(norm(two), 1e-300)
+
+
+def weights_of(gradient: Gradients, parts: list[Gradients]) -> tuple[list[float], float]:
+    """Returns the weights with which gradients of parts add up to a gradient, and what is left, relative to its norm."""
+    names = sorted({name for each in (gradient, *parts) for name in each})
+    lengths = {name: each.numel() for gradients in (gradient, *parts) for name, each in gradients.items()}
+    stride = max(sum(lengths.values()) // COORDINATES, 1)
+
+    def flat(gradients: Gradients) -> Tensor:
+        zeros = {name: torch.zeros(lengths[name]) for name in names if name not in gradients}
+        chosen = [(gradients[name].flatten() if name in gradients else zeros[name])[::stride] for name in names]
+        return torch.cat([each.double().cpu() for each in chosen])
+
+    columns, wanted = torch.stack([flat(each) for each in parts], 1), flat(gradient)
+    weights = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
+    left = (columns @ weights - wanted).norm() / wanted.norm().clamp_min(1e-300)
+    return weights.tolist(), float(left)
+
+
+def numbers(weights: list[float]) -> str:
+    """Returns weights for a text: `0.25, 0.25 and 2 more`."""
+    shown = ", ".join(f"{each:.3g}" for each in weights[:4])
+    return shown if len(weights) <= 4 else f"{shown} and {len(weights) - 4} more"

@@ -1,0 +1,179 @@
+"""A loop computed plainly: without compilation, recomputation, autocast or dropout; its losses and its gradients."""
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from stabletrain.beside.preflight.loop import Loop, seed
+from stabletrain.beside.preflight.recording import parameters_of, replaced
+
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+Gradients = dict[str, Tensor]
+
+
+@contextmanager
+def eager() -> Generator[None, None, None]:
+    """Runs compiled code as it is written, and checkpointed code without recomputation."""
+
+    def kept(*_: Any) -> Generator[None, None, None]:
+        yield
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # `checkpoint` is imported by name in most models, so what it calls is replaced, not the function itself.
+        checkpoint = torch.utils.checkpoint
+        stack.enter_context(
+            replaced(checkpoint, "_checkpoint_without_reentrant_generator", lambda _, *args, **kwargs: kept())
+        )
+        stack.enter_context(
+            replaced(checkpoint.CheckpointFunction, "apply", lambda _, function, preserve, *args: function(*args))
+        )
+        yield
+
+
+@contextmanager
+def without_autocast() -> Generator[None, None, None]:
+    """Leaves autocast off wherever it is turned on."""
+
+    def enter(inner: Callable[..., Any], context: Any) -> Any:
+        enabled, context._enabled = context._enabled, False
+        try:
+            return inner(context)
+        finally:
+            context._enabled = enabled
+
+    with replaced(torch.autocast, "__enter__", enter):
+        yield
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Generator[None, None, None]:
+    """Makes dropout return its input."""
+
+    def attention(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if len(args) > 4:
+            return inner(*args[:4], 0.0, *args[5:], **kwargs)
+        return inner(*args, **{**kwargs, "dropout_p": 0.0})
+
+    recurrent = [each for each in model.modules() if isinstance(each, nn.RNNBase)]
+    rates = [each.dropout for each in recurrent]
+    with ExitStack() as stack:
+        for name in DROPOUTS:
+            stack.enter_context(replaced(F, name, lambda _, input, *args, **kwargs: input))
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
+        try:
+            for each in recurrent:
+                each.dropout = 0.0
+            yield
+        finally:
+            for each, rate in zip(recurrent, rates, strict=True):
+                each.dropout = rate
+
+
+def trained(loop: Loop) -> dict[str, Tensor]:
+    """Returns the parameters that the optimizers train, by name, and those of the model that could be."""
+    found = {loop.name_of(each): each for optimizer in loop.optimizers for each in parameters_of(optimizer)}
+    found |= loop.parameters
+    return {name: each for name, each in found.items() if each.requires_grad}
+
+
+def gradient_of(loop: Loop, batch: Any, number: int = 1) -> tuple[float, Gradients]:
+    """Returns the loss of a batch and its gradient; a parameter without gradient is missing.
+
+    Args:
+        loop: whose gradients are overwritten.
+        batch: of the loop.
+        number: seed of the random numbers.
+    """
+    parameters = trained(loop)
+    for each in parameters.values():
+        each.grad = None
+    seed(number)
+    loss = loop.loss(batch)
+    # A small loss scale would lose gradients in fp16, which has none below 6e-8.
+    scale = loop.scaler.get_scale() if loop.scaler is not None and loop.scaler.is_enabled() else 1.0
+    (loss * scale).backward()
+    gradients = {name: each.grad.detach() / scale for name, each in parameters.items() if each.grad is not None}
+    for each in parameters.values():
+        each.grad = None
+    return float(loss.detach()), gradients
+
+
+def norm(gradients: Gradients) -> float:
+    """Returns the norm of a gradient."""
+    return float(sum(float(each.double().square().sum()) for each in gradients.values()) ** 0.5)
+
+
+def dot(one: Gradients, two: Gradients) -> float:
+    """Returns the product of two gradients; what is missing in one is 0."""
+    return float(sum(float((each.double() * two[name].double()).sum()) for name, each in one.items() if name in two))
+
+
+def cosine(one: Gradients, two: Gradients) -> float:
+    """Returns the cosine of two gradients; 0 if one is 0."""
+    return dot(one, two) / max(norm(one) * norm(two), 1e-300)
+
+
+def apart(one: Gradients, two: Gradients) -> dict[str, float]:
+    """Returns the norm of the difference of two gradients, for each parameter."""
+    found = {}
+    for name in {**one, **two}:
+        first, second = one.get(name), two.get(name)
+        if first is None or second is None:
+            known = second if first is None else first
+            assert known is not None
+            found[name] = float(known.double().norm())
+        else:
+            found[name] = float((first.double() - second.double()).norm())
+    return found
+
+
+def mapped(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Applies a function to each tensor of a batch: a tensor, or nested tuples, lists and dictionaries of tensors."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {name: mapped(function, each) for name, each in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
+        return type(batch)(*(mapped(function, each) for each in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(mapped(function, each) for each in batch)
+    return batch
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Returns the tensors of a batch, in their order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(note, batch)
+    return found
+
+
+@contextmanager
+def in_double(loop: Loop) -> Generator[Callable[[Any], Any], None, None]:
+    """Turns a loop's model to fp64, and what its code turns to fp32; yields what does so with a batch."""
+
+    def doubled(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    before = torch.get_default_dtype()
+    loop.model.double()
+    for optimizer in loop.optimizers:
+        for each in parameters_of(optimizer):
+            each.data = doubled(each.data)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with eager(), without_autocast(), replaced(Tensor, "float", lambda _, tensor, **__: tensor.double()):
+            yield lambda batch: mapped(doubled, batch)
+    finally:
+        torch.set_default_dtype(before)
