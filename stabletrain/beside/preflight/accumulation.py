@@ -244,9 +244,7 @@ def taken(loop: Loop, start: int) -> Update:
             elif not backward and not update.line:
                 update.reason = "step calls no backward()"
             if stepped or update.reason:
-                update.gradient = {
-                    name: each / shrink for given in step.given.values() for name, each in given.items()
-                }
+                update.gradient = {name: each / shrink for given in step.given.values() for name, each in given.items()}
                 return update
     update.reason = f"no optimizer stepped in {MOST_CALLS} calls of step"
     return update

@@ -1,9 +1,382 @@
-"""Whether the gradient that training uses is that of the loss."""
+"""Whether the gradient that training uses is that of the loss.
 
-from stabletrain.beside.preflight.finding import Finding
-from stabletrain.beside.preflight.loop import Maker
+- The gradient as training computes it (compiled, recomputed) beside that of the same code run plainly.
+- Each autograd function of the user's alone beside finite differences.
+- Parameters that the loss depends on, by finite differences, though they get no gradient.
+- The whole gradient along a random direction beside finite differences. A difference may be meant there, as with
+  straight-through gradients, so this is a note.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.beside.preflight.finding import Finding, listed
+from stabletrain.beside.preflight.functions import NAME, check_call, recorded_calls
+from stabletrain.beside.preflight.loop import Loop, Maker, seed
+from stabletrain.beside.preflight.plain import (
+    Gradients,
+    Recomputed,
+    apart,
+    cosine,
+    eager,
+    gradient_of,
+    in_double,
+    norm,
+    trained,
+    without_autocast,
+    without_dropout,
+)
+from stabletrain.beside.preflight.recording import parameters_of, users_line
+
+SAME = 1e-3
+"""Relative difference of a parameter's gradient that other kernels explain in fp32: ten thousand times its rounding."""
+
+FLOOR = 1e-4
+"""Difference relative to the whole gradient that does not matter: some gradients are 0 but for rounding, such as that of
+a bias before batch normalization."""
+
+STEP = 1e-6
+"""How far weights are moved, relative to their size: the error of central differences is of the order of its square, and
+rounding in fp64 adds about 1e-16 / 1e-6 of the loss."""
+
+SIGNIFICANT = 1e-7
+"""Slope relative to the loss that is more than rounding: a thousand times 1e-10."""
+
+MOST_PROBES = 8
+"""Modules whose influence on the loss is looked at one by one; beyond, together."""
+
+
+@dataclass
+class Run:
+    """The loss of a batch and its gradient, computed plainly.
+
+    Attributes:
+        loop: that it was computed with.
+        loss: of the first batch.
+        gradient: of it.
+        calls: of the user's autograd functions.
+        recomputed: what training recomputes.
+        lines: where each module is called, by its name.
+    """
+
+    loop: Loop
+    loss: float = 0.0
+    gradient: Gradients = field(default_factory=dict)
+    calls: list[Any] = field(default_factory=list)
+    recomputed: list[Recomputed] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
 
 
 def check(make: Maker) -> list[Finding]:
     """Checks a loop."""
-    return [Finding("gradient", "not checked", "not written yet")]
+    run = plain_run(make())
+    if not torch.isfinite(torch.tensor([run.loss, norm(run.gradient)])).all():
+        return [
+            Finding(NAME, "not checked", f"the loss of the first batch is {run.loss:.3g}, or its gradient not finite")
+        ]
+    found = [each for each in map(check_call, run.calls) if each is not None]
+    if run.loop.compiled or run.recomputed:
+        found += against_plain(make, run)
+    if run.loop.precision in ("bf16", "fp16"):
+        found += against_fp32(make)
+    silent = silent_parameters(run)
+    if silent:
+        found += dependence(make, run, silent)
+    if not any(each.verdict == "fault" for each in found):
+        found += along_a_direction(make, silent)
+    return found
+
+
+def plain_run(loop: Loop) -> Run:
+    """Computes the loss of the first batch and its gradient plainly, and records what it calls."""
+    run = Run(loop)
+
+    def called(module: nn.Module, _: Any) -> None:
+        if module in names:
+            run.lines.setdefault(names[module], users_line())
+
+    names = {module: name for name, module in loop.model.named_modules()}
+    with ExitStack() as stack:
+        stack.callback(nn.modules.module.register_module_forward_pre_hook(called).remove)
+        run.recomputed = stack.enter_context(eager())
+        run.calls = stack.enter_context(recorded_calls(loop))
+        run.loss, run.gradient = gradient_of(loop, loop.batch(0))
+    return run
+
+
+# ---- compiled, or recomputed in the backward pass
+
+
+def against_plain(make: Maker, run: Run) -> list[Finding]:
+    """Compares the gradient as training computes it with that of the same code run plainly."""
+    loop = make()
+    loss, gradient = gradient_of(loop, loop.batch(0))
+    how = " and ".join((["compiled"] if loop.compiled else []) + (["recomputed"] if run.recomputed else []))
+    allowed = allowed_of(make, run.gradient)
+    wrong = differing(gradient, run.gradient, allowed)
+    same_loss = abs(loss - run.loss) <= SAME * max(abs(run.loss), 1e-30)
+    if wrong and loop.compiled:
+        # Compiled code may draw other random numbers: compare it without dropout.
+        other = make()
+        with eager():
+            again = gradient_of(other, other.batch(0), 2)[1]
+        if differing(again, run.gradient, allowed):
+            return compiled_without_dropout(make, how)
+    if not wrong and same_loss:
+        text = f"the {how} gradient is that of the plain model: cosine {cosine(gradient, run.gradient):.7f}"
+        return [Finding(NAME, "passed", text)]
+    if loop.compiled:
+        return [compiled_wrong(gradient, run.gradient, loss, run.loss, wrong)]
+    return [recomputed_wrong(run, gradient, wrong)]
+
+
+def allowed_of(make: Maker, gradient: Gradients) -> dict[str, float]:
+    """Returns how far the gradient of each parameter may be from the plain one.
+
+    A compiled model in low precision may round elsewhere: as far as the plain one is from fp32, three times.
+    """
+    allowed = {name: SAME * float(each.double().norm()) + FLOOR * norm(gradient) for name, each in gradient.items()}
+    loop = make()
+    if loop.compiled and loop.precision != "fp32":
+        with eager(), without_autocast():
+            exact = gradient_of(loop, loop.batch(0))[1]
+        for name, each in apart(gradient, exact).items():
+            allowed[name] = allowed.get(name, 0.0) + 3 * each
+    return allowed
+
+
+def differing(one: Gradients, two: Gradients, allowed: dict[str, float]) -> list[str]:
+    """Returns the names of the parameters whose gradients differ by more than is allowed."""
+    return [name for name, each in apart(one, two).items() if each > allowed.get(name, 0.0)]
+
+
+def compiled_without_dropout(make: Maker, how: str) -> list[Finding]:
+    """Compares the compiled model with the plain one, both without dropout."""
+    loop = make()
+    with without_dropout(loop.model):
+        loss, gradient = gradient_of(loop, loop.batch(0))
+    loop = make()
+    with eager(), without_dropout(loop.model):
+        plain_loss, plain = gradient_of(loop, loop.batch(0))
+        again = gradient_of(loop, loop.batch(0), 2)[1]
+    allowed = allowed_of(make, plain)
+    wrong = differing(gradient, plain, allowed)
+    if not wrong:
+        text = f"without dropout the {how} gradient is that of the plain model: cosine {cosine(gradient, plain):.7f}"
+        return [Finding(NAME, "passed", text)]
+    if differing(again, plain, allowed):
+        text = "the compiled model draws random numbers of its own, perhaps others than the plain one"
+        return [Finding(NAME, "not checked", text)]
+    return [compiled_wrong(gradient, plain, loss, plain_loss, wrong)]
+
+
+def compiled_wrong(one: Gradients, two: Gradients, loss: float, plain_loss: float, wrong: list[str]) -> Finding:
+    """Says how a compiled model differs from the plain one."""
+    part = {name: one[name] for name in wrong if name in one}, {name: two[name] for name in wrong if name in two}
+    apart_by = abs(loss - plain_loss) / max(abs(plain_loss), 1e-30)
+    kept = "its loss is the same" if apart_by <= 1e-5 else f"its loss is {loss:.6g}, the plain one's {plain_loss:.6g}"
+    text = (
+        f"the compiled model computes another gradient than the plain one, beyond rounding: {kept}; the gradient of "
+        f"{listed(wrong)} has cosine {cosine(*part):.4f} and is {norm(part[0]) / max(norm(part[1]), 1e-300):.3g} times "
+        "as long"
+    )
+    fix = "train without torch.compile, or with backend='aot_eager' to see which part is at fault; update PyTorch"
+    return Finding(NAME, "fault", text, tuple(wrong), fix=fix)
+
+
+def recomputed_wrong(run: Run, gradient: Gradients, wrong: list[str]) -> Finding:
+    """Says that a recomputation in the backward pass is not what the forward pass has computed."""
+    names = {module: name for name, module in run.loop.model.named_modules()}
+    owners = [getattr(each.function, "__self__", each.function) for each in run.recomputed]
+    places = [names[each] for each in owners if isinstance(each, nn.Module) and each in names]
+    part = [{name: each[name] for name in wrong if name in each} for each in (gradient, run.gradient)]
+    text = (
+        f"recomputation in the backward pass (checkpoint) does not repeat the forward pass of {listed(places or wrong)}: "
+        f"the gradient of {listed(wrong)} has cosine {cosine(*part):.4f} with that without recomputation"
+    )
+    fix = "make what is recomputed depend on its inputs alone: no counter, no buffer that it changes, no own generator"
+    if not all(each.preserves for each in run.recomputed):
+        text, fix = f"{text}; it draws other random numbers", "pass preserve_rng_state=True to checkpoint()"
+    return Finding(NAME, "fault", text, tuple(dict.fromkeys([*places, *wrong])), run.recomputed[0].line, fix)
+
+
+def against_fp32(make: Maker) -> list[Finding]:
+    """Compares the gradient under autocast with that in fp32, both without dropout, which may draw other masks."""
+    first, second = make(), make()
+    with eager(), without_dropout(first.model):
+        gradient = gradient_of(first, first.batch(0))[1]
+    with eager(), without_dropout(second.model), without_autocast():
+        exact = gradient_of(second, second.batch(0))[1]
+    value, ratio = cosine(gradient, exact), norm(gradient) / max(norm(exact), 1e-300)
+    text = (
+        f"the gradient in {first.precision} has cosine {value:.4f} with that in fp32 and is {ratio:.3g} times as long"
+    )
+    # 0.9: half of the squared length of the step would be rounding from 0.7; bf16 gives 0.99 in networks of usual depth.
+    return [Finding(NAME, "passed" if value > 0.9 else "note", text)]
+
+
+# ---- parameters without gradient
+
+
+def silent_parameters(run: Run) -> list[str]:
+    """Returns the parameters in the optimizers that get no gradient, or exactly 0, from three batches."""
+    loop = run.loop
+    names = {loop.name_of(each) for optimizer in loop.optimizers for each in parameters_of(optimizer)}
+    silent = [name for name in trained(loop) if name in names and not gets_some(run.gradient, name)]
+    for number in (1, 2):
+        if silent:
+            with eager(), without_autocast():
+                gradient = gradient_of(loop, loop.batch(number))[1]
+            silent = [name for name in silent if not gets_some(gradient, name)]
+    return silent
+
+
+def gets_some(gradient: Gradients, name: str) -> bool:
+    """Whether a parameter has a gradient that is not 0."""
+    return name in gradient and bool(gradient[name].any())
+
+
+def dependence(make: Maker, run: Run, silent: list[str]) -> list[Finding]:
+    """Says which parameters without gradient the loss depends on."""
+    groups: dict[str, list[str]] = {}
+    for name in silent:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    if len(groups) > MOST_PROBES:
+        groups = {"": silent}
+    probe, slopes = probe_of(make), {}
+    for owner, names in groups.items():
+        slope = probe.slope(names)
+        if slope is None or abs(slope) > SIGNIFICANT * abs(run.loss):
+            slopes[owner] = slope
+    unclear = [name for owner, slope in slopes.items() if slope is None for name in groups[owner]]
+    copies = [name for owner in slopes for name in groups[owner] if is_copy(run.loop, groups[owner], silent)]
+    sure = [
+        name for owner, slope in slopes.items() if slope is not None for name in groups[owner] if name not in copies
+    ]
+    found = []
+    if sure:
+        owner = next(each for each in groups if sure[0] in groups[each])
+        text = (
+            f"the loss depends on {listed(sure)}, which get no gradient, but are in an optimizer's groups: along a random "
+            f"direction of {owner or 'them'} its slope is {slopes[owner]:.3g}"
+        )
+        fix = (
+            "remove what cuts them off: no_grad(), detach(), .data or .item() between them and the loss; if that is "
+            "meant, call requires_grad_(False) on them"
+        )
+        found.append(Finding(NAME, "fault", text, tuple(sure), run.lines.get(owner, ""), fix))
+    if copies:
+        text = f"the loss depends on {listed(copies)}, which get no gradient: they are copies, as of a target network"
+        found.append(Finding(NAME, "note", text, tuple(copies)))
+    if unclear:
+        text = f"{listed(unclear)} get no gradient; the loss is not smooth in them, so that it cannot be said whether it depends on them"
+        found.append(Finding(NAME, "note", text, tuple(unclear)))
+    return found
+
+
+def is_copy(loop: Loop, names: list[str], silent: list[str]) -> bool:
+    """Whether parameters have the values of others that are trained, as a target network has at first."""
+    parameters = trained(loop)
+    others = [each for name, each in parameters.items() if name not in silent]
+
+    def copied(parameter: Tensor) -> bool:
+        varied = parameter.numel() > 1 and bool((parameter != parameter.flatten()[0]).any())
+        return varied and any(each.shape == parameter.shape and torch.equal(each, parameter) for each in others)
+
+    return any(copied(parameters[name]) for name in names)
+
+
+# ---- finite differences
+
+
+class Probe:
+    """The loss of the first batch near the weights, computed plainly in fp64.
+
+    Args:
+        make: makes fresh loops.
+    """
+
+    def __init__(self, make: Maker) -> None:
+        self.make, self.loop = make, make()
+        self.repeats = True
+        self.value = self.loss()
+        # Else each loss takes a fresh loop: it draws from a generator of its own, or changes its state.
+        self.repeats = self.loss() == self.value
+
+    def loss(self, direction: Gradients | None = None, step: float = 0.0) -> float:
+        """Returns the loss with the weights moved so far along a direction."""
+        loop = self.loop if self.repeats else self.make()
+        with in_double(loop) as doubled:
+            parameters = trained(loop)
+            kept = {name: parameters[name].data.clone() for name in direction or {}}
+            for name, each in (direction or {}).items():
+                parameters[name].data.add_(each, alpha=step)
+            seed(1)
+            value = float(loop.loss(doubled(loop.batch(0))).detach())
+            for name, each in kept.items():
+                parameters[name].data.copy_(each)
+        return value
+
+    def gradient(self) -> Gradients:
+        """Returns the gradient at the weights."""
+        loop = self.loop if self.repeats else self.make()
+        with in_double(loop) as doubled:
+            return gradient_of(loop, doubled(loop.batch(0)))[1]
+
+    def direction(self, names: list[str]) -> Gradients:
+        """Returns a random direction of parameters, each in its own size."""
+        parameters = trained(self.loop)
+        sizes = {name: float(parameters[name].detach().double().square().mean().sqrt()) or 0.01 for name in names}
+        seed(0)
+        return {name: torch.randn_like(parameters[name], dtype=torch.float64) * sizes[name] for name in names}
+
+    def slope(self, names: list[str], direction: Gradients | None = None) -> float | None:
+        """Returns the slope of the loss along a direction; None if it is not smooth there.
+
+        Args:
+            names: of the parameters that are moved.
+            direction: of them; None for a random one.
+        """
+        direction = direction or self.direction(names)
+        found = [(self.loss(direction, step) - self.loss(direction, -step)) / (2 * step) for step in (STEP, 10 * STEP)]
+        size = max(abs(found[0]), abs(found[1]), SIGNIFICANT * abs(self.value))
+        return found[0] if abs(found[0] - found[1]) <= 0.01 * size else None
+
+
+def probe_of(make: Maker) -> Probe:
+    """Returns a probe of a loop."""
+    return Probe(make)
+
+
+def along_a_direction(make: Maker, silent: list[str]) -> list[Finding]:
+    """Compares the whole gradient with finite differences along a random direction."""
+    try:
+        probe = Probe(make)
+        gradient = probe.gradient()
+    except RuntimeError as error:
+        return [Finding(NAME, "not checked", f"finite differences: the loss cannot be computed in fp64: {error}")]
+    names = [name for name in gradient if name not in silent]
+    direction = probe.direction(names)
+    slope = probe.slope(names, direction)
+    meant = sum(float((gradient[name] * each).sum()) for name, each in direction.items())
+    if slope is None:
+        return [Finding(NAME, "not checked", "finite differences: the loss is not smooth")]
+    size = max(
+        abs(slope),
+        abs(meant),
+        norm({name: gradient[name] * float(each.norm() / each.numel() ** 0.5) for name, each in direction.items()}),
+    )
+    if abs(slope - meant) <= 1e-3 * size:
+        text = (
+            f"along a random direction of all weights the loss has the slope {slope:.6g}, by its gradient {meant:.6g}"
+        )
+        return [Finding(NAME, "passed", text)]
+    text = (
+        f"along a random direction of all weights the loss has the slope {slope:.4g}, by its gradient {meant:.4g}: a part "
+        "is detached, or has a gradient of its own; that may be meant, as with straight-through gradients"
+    )
+    return [Finding(NAME, "note", text)]

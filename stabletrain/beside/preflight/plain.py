@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,31 +11,51 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from stabletrain.beside.preflight.loop import Loop, seed
-from stabletrain.beside.preflight.recording import parameters_of, replaced
+from stabletrain.beside.preflight.recording import parameters_of, replaced, users_line
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 Gradients = dict[str, Tensor]
 
 
-@contextmanager
-def eager() -> Generator[None, None, None]:
-    """Runs compiled code as it is written, and checkpointed code without recomputation."""
+@dataclass(frozen=True)
+class Recomputed:
+    """A call of `checkpoint`.
 
-    def kept(*_: Any) -> Generator[None, None, None]:
+    Attributes:
+        function: what is recomputed in the backward pass.
+        preserves: whether with the random state of the forward pass.
+        line: of the user's code.
+    """
+
+    function: Any
+    preserves: bool
+    line: str
+
+
+@contextmanager
+def eager() -> Generator[list[Recomputed], None, None]:
+    """Runs compiled code as it is written, and checkpointed code without recomputation; yields what had some."""
+    found: list[Recomputed] = []
+
+    def kept(_: Any, function: Any, *args: Any, **options: Any) -> Generator[None, None, None]:
+        preserves = options["preserve_rng_state"] if "preserve_rng_state" in options else args[0]
+        found.append(Recomputed(function, preserves, users_line()))
         yield
+
+    def called(_: Any, function: Any, preserves: bool, *args: Any) -> Any:
+        found.append(Recomputed(function, preserves, users_line()))
+        return function(*args)
 
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # `checkpoint` is imported by name in most models, so what it calls is replaced, not the function itself.
+        # Models import `checkpoint` by its name, so what it calls is replaced, not the function itself.
         checkpoint = torch.utils.checkpoint
-        stack.enter_context(
-            replaced(checkpoint, "_checkpoint_without_reentrant_generator", lambda _, *args, **kwargs: kept())
-        )
-        stack.enter_context(
-            replaced(checkpoint.CheckpointFunction, "apply", lambda _, function, preserve, *args: function(*args))
-        )
-        yield
+        name = "_checkpoint_without_reentrant_generator"
+        name = f"{name}_impl" if hasattr(checkpoint, f"{name}_impl") else name  # from PyTorch 2.14 on
+        stack.enter_context(replaced(checkpoint, name, kept))
+        stack.enter_context(replaced(checkpoint.CheckpointFunction, "apply", called))
+        yield found
 
 
 @contextmanager

@@ -1,0 +1,271 @@
+"""The user's own autograd functions, each alone: its backward pass against finite differences of its forward pass.
+
+A function is called again on the inputs that it had in training, in fp64.
+"""
+
+import functools
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.beside.preflight.finding import Finding
+from stabletrain.beside.preflight.loop import Loop, seed
+from stabletrain.beside.preflight.recording import replaced
+from stabletrain.errors import is_own
+
+NAME = "gradient"
+
+STEP = 1e-6
+"""How far inputs of size 1 are moved: the error of central differences is of the order of its square, 1e-12, and
+rounding in fp64 adds 1e-16 / 1e-6 = 1e-10."""
+
+WRONG = 0.01
+"""Relative difference from which a slope is wrong: a thousand times more than fp64 makes, and more than a backward pass
+that is meant to approximate, or computes in bf16 (rounding 0.004, averaged over many numbers)."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an autograd function.
+
+    Attributes:
+        function: the function's class.
+        inputs: copies of its arguments.
+        needs: numbers of those that need a gradient.
+        module: name of the model's module that called it; empty if it is none.
+    """
+
+    function: type[torch.autograd.Function]
+    inputs: tuple[Any, ...]
+    needs: tuple[int, ...]
+    module: str
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.__name__
+
+    @property
+    def line(self) -> str:
+        """Where its backward pass begins."""
+        code = getattr(self.function.backward, "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
+@contextmanager
+def recorded_calls(loop: Loop) -> Generator[list[Call], None, None]:
+    """Records the first call of each autograd function of the user's that needs a gradient."""
+    calls: list[Call] = []
+    names = {id(module): name for name, module in loop.model.named_modules()}
+
+    def forward(function: type, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[1:] if args and is_context(args[0]) else args
+        needs = tuple(index for index, each in enumerate(inputs) if differentiable(each) and each.requires_grad)
+        if needs and not any(each.function is function for each in calls):
+            copies = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
+            calls.append(Call(function, copies, needs, calling_module(names)))
+        return inner(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for function in own_functions():
+            stack.enter_context(static_replaced(function, functools.partial(forward, function)))
+        yield calls
+
+
+def own_functions(of: type = torch.autograd.Function) -> list[type[torch.autograd.Function]]:
+    """Returns the classes of autograd functions that are the user's own."""
+    found = []
+    for each in of.__subclasses__():
+        code = getattr(vars(each).get("forward"), "__func__", None)
+        if code is not None and is_own(getattr(getattr(code, "__code__", None), "co_filename", "<")):
+            found.append(each)
+        found += own_functions(each)
+    return found
+
+
+@contextmanager
+def static_replaced(function: Any, by: Any) -> Generator[None, None, None]:
+    """Replaces the forward pass of an autograd function, a static method."""
+    kept = vars(function)["forward"]
+    function.forward = staticmethod(functools.wraps(kept.__func__)(functools.partial(by, kept.__func__)))
+    try:
+        yield
+    finally:
+        function.forward = kept
+
+
+def is_context(value: Any) -> bool:
+    """Whether an argument is the context that `forward` gets if there is no `setup_context`."""
+    return hasattr(value, "save_for_backward")
+
+
+def differentiable(value: Any) -> bool:
+    """Whether a value is a tensor that can have a gradient."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def calling_module(names: dict[int, str]) -> str:
+    """Returns the name of the module whose method is running, the innermost one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            return names[id(owner)]
+        frame = frame.f_back
+    return ""
+
+
+def check_call(call: Call) -> Finding | None:
+    """Compares a function's backward pass with finite differences of its forward pass; returns what is wrong.
+
+    A note if it may be meant: the forward pass returns its input or is constant, as with a straight-through gradient,
+    gradients that are reversed, or scaled.
+    """
+    where = f"{call.name} ({call.module})" if call.module else call.name
+    places = tuple(each for each in (call.name, call.module) if each)
+    try:
+        alone = Alone(call)
+    except Exception as error:  # of the user's function, which need not take fp64
+        return Finding(NAME, "not checked", f"{where} cannot be called alone in fp64: {error}", places, call.line)
+    wrong, texts = [], []
+    for index in call.needs:
+        meant, slope, smooth = alone.compared(index)
+        if abs(meant - slope) <= WRONG * max(abs(meant), abs(slope), alone.size(index)):
+            continue
+        if not smooth or not alone.repeatable:
+            text = f"{where}: its forward pass is not smooth or draws numbers of its own, so that its backward pass"
+            return Finding(NAME, "not checked", f"{text} cannot be compared with finite differences", places, call.line)
+        wrong.append(index)
+        texts.append(alone.said_of(index, meant, slope))
+    if not wrong:
+        return None
+    if alone.draws and not alone.random:
+        text = f"{where}: the backward pass draws random numbers: its gradient is right at most on average"
+        return Finding(NAME, "note", text, places, call.line)
+    if alone.draws:
+        text = f"{where}: the backward pass draws random numbers of its own, other ones than the forward pass"
+        fix = f"save the mask or the random state in {call.name}.forward, and use it in backward"
+        return Finding(NAME, "fault", text, places, call.line, fix)
+    if alone.rounds or alone.returned.issuperset(wrong):
+        text = f"{where} returns its input or rounds it, and changes the gradient: {'; '.join(texts)}"
+        return Finding(NAME, "note", text, places, call.line)
+    text = f"{call.name}.backward is not the gradient of its forward pass ({where}): {'; '.join(texts)}"
+    fix = f"correct {call.name}.backward; torch.autograd.gradcheck({call.name}.apply, inputs in fp64) tests it"
+    return Finding(NAME, "fault", text, places, call.line, fix)
+
+
+class Alone:
+    """A function called alone in fp64, with a random gradient of its outputs.
+
+    Args:
+        call: its inputs.
+
+    Attributes:
+        draws: whether the backward pass draws random numbers.
+        random: whether the forward pass does.
+        repeatable: whether the forward pass returns the same with the same random numbers.
+        returned: numbers of the inputs that the forward pass returns as they are, or some of their numbers.
+        rounds: whether the forward pass is constant in an input, but for jumps.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.rounds = call, False
+        self.returned: set[int] = set()
+        self.inputs = [each.double() if differentiable(each) else each for each in call.inputs]
+        seed(0)
+        first = self.outputs(self.inputs)
+        self.given = [torch.randn_like(each) for each in first]
+        self.directions = {
+            index: torch.randn_like(self.inputs[index]) * scale_of(self.inputs[index]) for index in call.needs
+        }
+        self.gradients, again = self.differentiated(2), self.differentiated(3)
+        self.draws = not all(map(torch.equal, self.gradients, again))
+        self.repeatable = all(map(torch.equal, first, self.outputs(self.inputs)))
+        self.random = not all(map(torch.equal, first, self.outputs(self.inputs, 4)))
+
+    def called(self, inputs: list[Any], number: int = 1) -> list[Tensor]:
+        """Returns the outputs that can have a gradient; the seed fixes the random numbers."""
+        seed(number)
+        # With clones, as a function may work in place.
+        values = [each.clone() if isinstance(each, Tensor) else each for each in inputs]
+        with replaced(Tensor, "float", lambda _, tensor, **__: tensor.double()):
+            found = self.call.function.apply(*values)
+        return [each for each in (found if isinstance(found, tuple) else (found,)) if differentiable(each)]
+
+    def outputs(self, inputs: list[Any], number: int = 1) -> list[Tensor]:
+        """Returns the outputs without their history."""
+        return [each.detach() for each in self.called(inputs, number)]
+
+    def differentiated(self, number: int) -> list[Tensor]:
+        """Returns the gradients of the inputs; the seed is that of the backward pass."""
+        needs = self.call.needs
+        leaves = [each.clone().requires_grad_() if at in needs else each for at, each in enumerate(self.inputs)]
+        with torch.enable_grad():
+            found = self.called(leaves)
+        pairs = [(each, given) for each, given in zip(found, self.given, strict=True) if each.requires_grad]
+        outputs, given = [each for each, _ in pairs], [each for _, each in pairs]
+        wanted = [leaves[index] for index in needs]
+        seed(number)
+        with replaced(Tensor, "float", lambda _, tensor, **__: tensor.double()):
+            gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        return [torch.zeros_like(one) if two is None else two for one, two in zip(wanted, gradients, strict=True)]
+
+    def size(self, index: int) -> float:
+        """Returns the typical size of a slope along the direction."""
+        place = self.call.needs.index(index)
+        return float((self.gradients[place] * scale_of(self.inputs[index])).norm())
+
+    def changes(self, index: int, step: float) -> list[Tensor]:
+        """Returns how fast the outputs change as an input is moved, by central differences."""
+        direction = self.directions[index]
+        ends = []
+        for sign in (1, -1):
+            inputs = [*self.inputs]
+            inputs[index] = inputs[index] + sign * step * direction
+            ends.append(self.outputs(inputs))
+        return [(after - before) / (2 * step) for after, before in zip(*ends, strict=True)]
+
+    def compared(self, index: int) -> tuple[float, float, bool]:
+        """Returns the slope along a random direction by the backward pass and by finite differences.
+
+        Also whether the forward pass is smooth: then the differences do not depend on the step.
+        """
+        changes, wider = self.changes(index, STEP), self.changes(index, 10 * STEP)
+        apart = sum(float((one - two).square().sum()) for one, two in zip(changes, wider, strict=True)) ** 0.5
+        length = sum(float(each.square().sum()) for each in changes) ** 0.5
+        direction = self.directions[index]
+        for each in changes:
+            same = each.shape == direction.shape and bool(
+                ((each - direction).abs().le(1e-6 * direction.abs().max()) | (each == 0)).all()
+            )
+            if same:
+                self.returned.add(index)
+            if (each == 0).double().mean() > 0.9:  # rounding: few numbers pass from one step to the next
+                self.rounds = True
+        slope = sum(float((each * given).sum()) for each, given in zip(changes, self.given, strict=True))
+        meant = float((self.gradients[self.call.needs.index(index)] * direction).sum())
+        return meant, slope, apart <= 1e-3 * max(length, 1e-300) or self.rounds
+
+    def said_of(self, index: int, meant: float, slope: float) -> str:
+        """Says how the gradient of an input is wrong."""
+        if not bool(self.gradients[self.call.needs.index(index)].any()):
+            return f"input {index} gets no gradient, though the output depends on it"
+        direction, ratio = self.directions[index], meant / slope if slope else float("nan")
+        self.directions[index] = torch.randn_like(direction) * scale_of(self.inputs[index])
+        other, truth, _ = self.compared(index)
+        if truth and abs(other / truth - ratio) <= WRONG * abs(ratio):
+            return f"the gradient of input {index} is {ratio:.4g} times the right one"
+        return (
+            f"the gradient of input {index} has another direction: along two random ones it gives {meant:.3g} and "
+            f"{other:.3g}, finite differences {slope:.3g} and {truth:.3g}"
+        )
+
+
+def scale_of(tensor: Tensor) -> float:
+    """Returns the size of a tensor's numbers; 1 if all are 0."""
+    return float(tensor.double().square().mean().sqrt()) or 1.0
