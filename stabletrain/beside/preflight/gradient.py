@@ -7,6 +7,8 @@
   straight-through gradients, so this is a note.
 """
 
+import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,26 +24,28 @@ from stabletrain.beside.preflight.plain import (
     Recomputed,
     apart,
     cosine,
+    doubled,
     eager,
     gradient_of,
     in_double,
+    mapped,
     norm,
     trained,
     without_autocast,
     without_dropout,
 )
-from stabletrain.beside.preflight.recording import parameters_of, users_line
+from stabletrain.beside.preflight.recording import parameters_of, recording, users_line
 
 SAME = 1e-3
 """Relative difference of a parameter's gradient that other kernels explain in fp32: ten thousand times its rounding."""
 
 FLOOR = 1e-4
-"""Difference relative to the whole gradient that does not matter: some gradients are 0 but for rounding, such as that of
-a bias before batch normalization."""
+"""Difference relative to the whole gradient that does not matter: some gradients are 0 but for rounding, as that of a
+bias before batch normalization."""
 
 STEP = 1e-6
-"""How far weights are moved, relative to their size: the error of central differences is of the order of its square, and
-rounding in fp64 adds about 1e-16 / 1e-6 of the loss."""
+"""How far weights are moved, relative to their size: the error of central differences is of the order of its square,
+and rounding in fp64 adds about 1e-16 / 1e-6 of the loss."""
 
 SIGNIFICANT = 1e-7
 """Slope relative to the loss that is more than rounding: a thousand times 1e-10."""
@@ -74,21 +78,29 @@ class Run:
 def check(make: Maker) -> list[Finding]:
     """Checks a loop."""
     run = plain_run(make())
-    if not torch.isfinite(torch.tensor([run.loss, norm(run.gradient)])).all():
-        return [
-            Finding(NAME, "not checked", f"the loss of the first batch is {run.loss:.3g}, or its gradient not finite")
-        ]
+    size = norm(run.gradient)
+    if not (math.isfinite(run.loss) and math.isfinite(size)):
+        text = f"the loss of the first batch is {run.loss:.3g}, the norm of its gradient {size:.3g}"
+        return [Finding(NAME, "not checked", text)]
     found = [each for each in map(check_call, run.calls) if each is not None]
     if run.loop.compiled or run.recomputed:
-        found += against_plain(make, run)
+        found += tried("the compiled or recomputed gradient", lambda: against_plain(make, run))
     if run.loop.precision in ("bf16", "fp16"):
-        found += against_fp32(make)
-    silent = silent_parameters(run)
+        found += tried("the gradient in fp32", lambda: against_fp32(make))
+    silent = silent_parameters(make, run)
     if silent:
-        found += dependence(make, run, silent)
+        found += tried(f"whether the loss depends on {listed(silent)}", lambda: dependence(make, run, silent))
     if not any(each.verdict == "fault" for each in found):
-        found += along_a_direction(make, silent)
+        found += tried("finite differences", lambda: along_a_direction(make, silent))
     return found
+
+
+def tried(name: str, part: Callable[[], list[Finding]]) -> list[Finding]:
+    """Makes a part of the check; if the user's code fails in it, the others are still made."""
+    try:
+        return part()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return [Finding(NAME, "not checked", f"{name}: it failed with {type(error).__name__}: {error}")]
 
 
 def plain_run(loop: Loop) -> Run:
@@ -129,6 +141,9 @@ def against_plain(make: Maker, run: Run) -> list[Finding]:
     if not wrong and same_loss:
         text = f"the {how} gradient is that of the plain model: cosine {cosine(gradient, run.gradient):.7f}"
         return [Finding(NAME, "passed", text)]
+    if not wrong:
+        text = f"the {how} model's loss is {loss:.6g}, the plain one's {run.loss:.6g}; the gradients are the same"
+        return [Finding(NAME, "note", text)]
     if loop.compiled:
         return [compiled_wrong(gradient, run.gradient, loss, run.loss, wrong)]
     return [recomputed_wrong(run, gradient, wrong)]
@@ -193,15 +208,16 @@ def recomputed_wrong(run: Run, gradient: Gradients, wrong: list[str]) -> Finding
     names = {module: name for name, module in run.loop.model.named_modules()}
     owners = [getattr(each.function, "__self__", each.function) for each in run.recomputed]
     places = [names[each] for each in owners if isinstance(each, nn.Module) and each in names]
+    places = list(dict.fromkeys(places)) or wrong
     part = [{name: each[name] for name in wrong if name in each} for each in (gradient, run.gradient)]
     text = (
-        f"recomputation in the backward pass (checkpoint) does not repeat the forward pass of {listed(places or wrong)}: "
+        f"recomputation in the backward pass (checkpoint) does not repeat the forward pass of {listed(places)}: "
         f"the gradient of {listed(wrong)} has cosine {cosine(*part):.4f} with that without recomputation"
     )
     fix = "make what is recomputed depend on its inputs alone: no counter, no buffer that it changes, no own generator"
     if not all(each.preserves for each in run.recomputed):
         text, fix = f"{text}; it draws other random numbers", "pass preserve_rng_state=True to checkpoint()"
-    return Finding(NAME, "fault", text, tuple(dict.fromkeys([*places, *wrong])), run.recomputed[0].line, fix)
+    return Finding(NAME, "fault", text, tuple(places), run.recomputed[0].line, fix)
 
 
 def against_fp32(make: Maker) -> list[Finding]:
@@ -215,23 +231,34 @@ def against_fp32(make: Maker) -> list[Finding]:
     text = (
         f"the gradient in {first.precision} has cosine {value:.4f} with that in fp32 and is {ratio:.3g} times as long"
     )
-    # 0.9: half of the squared length of the step would be rounding from 0.7; bf16 gives 0.99 in networks of usual depth.
+    # With 0.7 half of the step's squared length is rounding; bf16 gives more than 0.99 in networks of usual depth.
     return [Finding(NAME, "passed" if value > 0.9 else "note", text)]
 
 
 # ---- parameters without gradient
 
 
-def silent_parameters(run: Run) -> list[str]:
-    """Returns the parameters in the optimizers that get no gradient, or exactly 0, from three batches."""
+STEPS = 6
+"""Steps in which a parameter is expected to get a gradient: some loops train a part only every fifth step."""
+
+
+def silent_parameters(make: Maker, run: Run) -> list[str]:
+    """Returns the parameters in the optimizers that get no gradient, or exactly 0, from the loss and from any step."""
     loop = run.loop
     names = {loop.name_of(each) for optimizer in loop.optimizers for each in parameters_of(optimizer)}
     silent = [name for name in trained(loop) if name in names and not gets_some(run.gradient, name)]
-    for number in (1, 2):
-        if silent:
-            with eager(), without_autocast():
-                gradient = gradient_of(loop, loop.batch(number))[1]
-            silent = [name for name in silent if not gets_some(gradient, name)]
+    if silent and loop.precision != "fp32":  # in fp16 a small gradient becomes 0
+        with eager(), without_autocast():
+            gradient = gradient_of(loop, loop.batch(0))[1]
+        silent = [name for name in silent if not gets_some(gradient, name)]
+    if silent and loop.step is not None:
+        loop = make()
+        for number in range(STEPS):
+            assert loop.step is not None
+            with eager(), without_autocast(), recording(loop) as step:
+                loop.step(loop.batch(number))
+            given = [step.gradients, *step.given.values()]
+            silent = [name for name in silent if not any(gets_some(each, name) for each in given)]
     return silent
 
 
@@ -247,33 +274,38 @@ def dependence(make: Maker, run: Run, silent: list[str]) -> list[Finding]:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
     if len(groups) > MOST_PROBES:
         groups = {"": silent}
-    probe, slopes = probe_of(make), {}
+    probe, found = Probe(make), []
+    sure: list[str] = []
+    copies: list[str] = []
+    unclear: list[str] = []
+    slopes: dict[str, float] = {}
     for owner, names in groups.items():
         slope = probe.slope(names)
-        if slope is None or abs(slope) > SIGNIFICANT * abs(run.loss):
+        if slope is None:
+            unclear += names
+        elif abs(slope) > SIGNIFICANT * abs(run.loss):
             slopes[owner] = slope
-    unclear = [name for owner, slope in slopes.items() if slope is None for name in groups[owner]]
-    copies = [name for owner in slopes for name in groups[owner] if is_copy(run.loop, groups[owner], silent)]
-    sure = [
-        name for owner, slope in slopes.items() if slope is not None for name in groups[owner] if name not in copies
-    ]
-    found = []
+            (copies if is_copy(run.loop, names, silent) else sure).extend(names)
     if sure:
-        owner = next(each for each in groups if sure[0] in groups[each])
+        owner = next(each for each in slopes if sure[0] in groups[each])
         text = (
-            f"the loss depends on {listed(sure)}, which get no gradient, but are in an optimizer's groups: along a random "
-            f"direction of {owner or 'them'} its slope is {slopes[owner]:.3g}"
+            f"the loss depends on {listed(sure)}, but their gradient is missing or 0, though an optimizer trains them: "
+            f"along a random direction of {owner or 'them'} the loss has the slope {slopes[owner]:.3g}"
         )
         fix = (
-            "remove what cuts them off: no_grad(), detach(), .data or .item() between them and the loss; if that is "
+            "remove what cuts them off, between them and the loss: no_grad(), detach(), .data or .item(); if that is "
             "meant, call requires_grad_(False) on them"
         )
-        found.append(Finding(NAME, "fault", text, tuple(sure), run.lines.get(owner, ""), fix))
+        # Without steps it is not known whether another loss trains them.
+        verdict = "fault" if run.loop.step is not None or len(run.loop.optimizers) == 1 else "note"
+        found.append(Finding(NAME, verdict, text, tuple(sure), run.lines.get(owner, ""), fix))
     if copies:
         text = f"the loss depends on {listed(copies)}, which get no gradient: they are copies, as of a target network"
         found.append(Finding(NAME, "note", text, tuple(copies)))
     if unclear:
-        text = f"{listed(unclear)} get no gradient; the loss is not smooth in them, so that it cannot be said whether it depends on them"
+        text = (
+            f"{listed(unclear)} get no gradient, and the loss is not smooth in them: whether it depends on them is open"
+        )
         found.append(Finding(NAME, "note", text, tuple(unclear)))
     return found
 
@@ -310,13 +342,14 @@ class Probe:
     def loss(self, direction: Gradients | None = None, step: float = 0.0) -> float:
         """Returns the loss with the weights moved so far along a direction."""
         loop = self.loop if self.repeats else self.make()
-        with in_double(loop) as doubled:
+        batch = mapped(doubled, loop.batch(0))
+        with in_double(loop):
             parameters = trained(loop)
             kept = {name: parameters[name].data.clone() for name in direction or {}}
             for name, each in (direction or {}).items():
                 parameters[name].data.add_(each, alpha=step)
             seed(1)
-            value = float(loop.loss(doubled(loop.batch(0))).detach())
+            value = float(loop.loss(batch).detach())
             for name, each in kept.items():
                 parameters[name].data.copy_(each)
         return value
@@ -324,8 +357,9 @@ class Probe:
     def gradient(self) -> Gradients:
         """Returns the gradient at the weights."""
         loop = self.loop if self.repeats else self.make()
-        with in_double(loop) as doubled:
-            return gradient_of(loop, doubled(loop.batch(0)))[1]
+        batch = mapped(doubled, loop.batch(0))
+        with in_double(loop):
+            return gradient_of(loop, batch)[1]
 
     def direction(self, names: list[str]) -> Gradients:
         """Returns a random direction of parameters, each in its own size."""
@@ -347,36 +381,25 @@ class Probe:
         return found[0] if abs(found[0] - found[1]) <= 0.01 * size else None
 
 
-def probe_of(make: Maker) -> Probe:
-    """Returns a probe of a loop."""
-    return Probe(make)
-
-
 def along_a_direction(make: Maker, silent: list[str]) -> list[Finding]:
     """Compares the whole gradient with finite differences along a random direction."""
-    try:
-        probe = Probe(make)
-        gradient = probe.gradient()
-    except RuntimeError as error:
-        return [Finding(NAME, "not checked", f"finite differences: the loss cannot be computed in fp64: {error}")]
+    probe = Probe(make)
+    gradient = probe.gradient()
     names = [name for name in gradient if name not in silent]
     direction = probe.direction(names)
     slope = probe.slope(names, direction)
     meant = sum(float((gradient[name] * each).sum()) for name, each in direction.items())
     if slope is None:
         return [Finding(NAME, "not checked", "finite differences: the loss is not smooth")]
-    size = max(
-        abs(slope),
-        abs(meant),
-        norm({name: gradient[name] * float(each.norm() / each.numel() ** 0.5) for name, each in direction.items()}),
-    )
-    if abs(slope - meant) <= 1e-3 * size:
+    # The typical slope along such a direction: this one may be near 0 by chance.
+    typical = norm({name: gradient[name] * (each.norm() / each.numel() ** 0.5) for name, each in direction.items()})
+    if abs(slope - meant) <= max(1e-3 * max(abs(slope), abs(meant), typical), SIGNIFICANT * abs(probe.value)):
         text = (
             f"along a random direction of all weights the loss has the slope {slope:.6g}, by its gradient {meant:.6g}"
         )
         return [Finding(NAME, "passed", text)]
     text = (
-        f"along a random direction of all weights the loss has the slope {slope:.4g}, by its gradient {meant:.4g}: a part "
-        "is detached, or has a gradient of its own; that may be meant, as with straight-through gradients"
+        f"along a random direction of all weights the loss has the slope {slope:.4g}, by its gradient {meant:.4g}: a "
+        "part is detached, or has a gradient of its own; that may be meant, as with straight-through gradients"
     )
     return [Finding(NAME, "note", text)]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from stabletrain.beside.preflight.loop import Loop, seed
 from stabletrain.beside.preflight.recording import parameters_of, replaced, users_line
@@ -117,8 +118,8 @@ def gradient_of(loop: Loop, batch: Any, number: int = 1) -> tuple[float, Gradien
         each.grad = None
     seed(number)
     loss = loop.loss(batch)
-    # A small loss scale would lose gradients in fp16, which has none below 6e-8.
-    scale = loop.scaler.get_scale() if loop.scaler is not None and loop.scaler.is_enabled() else 1.0
+    # fp16 has no numbers below 6e-8, and none above 65504. The scaler's own scale may be too large at first.
+    scale = 2.0**10 if loop.scaler is not None and loop.scaler.is_enabled() else 1.0
     (loss * scale).backward()
     gradients = {name: each.grad.detach() / scale for name, each in parameters.items() if each.grad is not None}
     for each in parameters.values():
@@ -180,13 +181,39 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return found
 
 
+class InDouble(TorchFunctionMode):
+    """Computes in fp64 what the code would turn to a lower precision, or mix with it."""
+
+    LOWER = (torch.float32, torch.float16, torch.bfloat16)
+    CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of PyTorch with its arguments in fp64, if one of them is."""
+        del types
+        if func in self.CASTS:
+            return args[0].double()
+        args, kwargs = self.raised([*args]), self.raised(kwargs or {})
+        name = getattr(func, "__name__", "")
+        present = {each.dtype for each in tensors_of([args, kwargs])}
+        if torch.float64 in present and not present.isdisjoint(self.LOWER) and not name.endswith("_"):
+            args, kwargs = mapped(doubled, args), mapped(doubled, kwargs)
+        return func(*args, **kwargs)
+
+    def raised(self, values: Any) -> Any:
+        """Replaces the types of lower precision among arguments: `to(torch.float32)`, `dtype=torch.bfloat16`."""
+        if isinstance(values, dict):
+            return dict(zip(values, self.raised([*values.values()]), strict=True))
+        return [torch.float64 if isinstance(each, torch.dtype) and each in self.LOWER else each for each in values]
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    """Returns a tensor in fp64; integers stay."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 @contextmanager
-def in_double(loop: Loop) -> Generator[Callable[[Any], Any], None, None]:
-    """Turns a loop's model to fp64, and what its code turns to fp32; yields what does so with a batch."""
-
-    def doubled(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
+def in_double(loop: Loop) -> Generator[None, None, None]:
+    """Turns a loop's weights to fp64, and computes with them in it, plainly."""
     before = torch.get_default_dtype()
     loop.model.double()
     for optimizer in loop.optimizers:
@@ -194,7 +221,7 @@ def in_double(loop: Loop) -> Generator[Callable[[Any], Any], None, None]:
             each.data = doubled(each.data)
     torch.set_default_dtype(torch.float64)
     try:
-        with eager(), without_autocast(), replaced(Tensor, "float", lambda _, tensor, **__: tensor.double()):
-            yield lambda batch: mapped(doubled, batch)
+        with eager(), without_autocast(), InDouble():
+            yield
     finally:
         torch.set_default_dtype(before)
