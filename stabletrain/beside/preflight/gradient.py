@@ -87,12 +87,7 @@ def check(make: Maker) -> list[Finding]:
         found += tried("the compiled or recomputed gradient", lambda: against_plain(make, run))
     if run.loop.precision in ("bf16", "fp16"):
         found += tried("the gradient in fp32", lambda: against_fp32(make))
-    silent = silent_parameters(make, run)
-    if silent:
-        found += tried(f"whether the loss depends on {listed(silent)}", lambda: dependence(make, run, silent))
-    if not any(each.verdict == "fault" for each in found):
-        found += tried("finite differences", lambda: along_a_direction(make, silent))
-    return found
+    return found + tried("finite differences", lambda: finite_differences(make, run))
 
 
 def tried(name: str, part: Callable[[], list[Finding]]) -> list[Finding]:
@@ -267,23 +262,24 @@ def gets_some(gradient: Gradients, name: str) -> bool:
     return name in gradient and bool(gradient[name].any())
 
 
-def dependence(make: Maker, run: Run, silent: list[str]) -> list[Finding]:
+def dependence(probe: "Probe", run: Run, silent: list[str]) -> list[Finding]:
     """Says which parameters without gradient the loss depends on."""
     groups: dict[str, list[str]] = {}
     for name in silent:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
     if len(groups) > MOST_PROBES:
         groups = {"": silent}
-    probe, found = Probe(make), []
+    found = []
     sure: list[str] = []
     copies: list[str] = []
     unclear: list[str] = []
     slopes: dict[str, float] = {}
     for owner, names in groups.items():
-        slope = probe.slope(names)
-        if slope is None:
+        direction = probe.direction(names)
+        slope = probe.slope(direction)
+        if not probe.smooth(direction, slope):
             unclear += names
-        elif abs(slope) > SIGNIFICANT * abs(run.loss):
+        elif abs(slope) > SIGNIFICANT * abs(probe.value):
             slopes[owner] = slope
             (copies if is_copy(run.loop, names, silent) else sure).extend(names)
     if sure:
@@ -325,8 +321,15 @@ def is_copy(loop: Loop, names: list[str], silent: list[str]) -> bool:
 # ---- finite differences
 
 
+def finite_differences(make: Maker, run: Run) -> list[Finding]:
+    """Looks at parameters without gradient, and compares the whole gradient along a random direction."""
+    probe, silent = Probe(make), silent_parameters(make, run)
+    found = dependence(probe, run, silent) if silent else []
+    return [*found, along_a_direction(probe, [name for name in probe.gradient if name not in silent])]
+
+
 class Probe:
-    """The loss of the first batch near the weights, computed plainly in fp64.
+    """The loss of the first batch and its gradient, and the loss near the weights, computed plainly in fp64.
 
     Args:
         make: makes fresh loops.
@@ -334,19 +337,21 @@ class Probe:
 
     def __init__(self, make: Maker) -> None:
         self.make, self.loop = make, make()
-        self.repeats = True
-        self.value = self.loss()
+        batch = mapped(doubled, self.loop.batch(0))
+        with in_double(self.loop):
+            self.value, self.gradient = gradient_of(self.loop, batch)
         # Else each loss takes a fresh loop: it draws from a generator of its own, or changes its state.
-        self.repeats = self.loss() == self.value
+        self.repeats = True
+        self.repeats = self.loss({}, 0.0) == self.value
 
-    def loss(self, direction: Gradients | None = None, step: float = 0.0) -> float:
+    def loss(self, direction: Gradients, step: float) -> float:
         """Returns the loss with the weights moved so far along a direction."""
         loop = self.loop if self.repeats else self.make()
         batch = mapped(doubled, loop.batch(0))
         with in_double(loop):
             parameters = trained(loop)
-            kept = {name: parameters[name].data.clone() for name in direction or {}}
-            for name, each in (direction or {}).items():
+            kept = {name: parameters[name].data.clone() for name in direction}
+            for name, each in direction.items():
                 parameters[name].data.add_(each, alpha=step)
             seed(1)
             value = float(loop.loss(batch).detach())
@@ -354,52 +359,39 @@ class Probe:
                 parameters[name].data.copy_(each)
         return value
 
-    def gradient(self) -> Gradients:
-        """Returns the gradient at the weights."""
-        loop = self.loop if self.repeats else self.make()
-        batch = mapped(doubled, loop.batch(0))
-        with in_double(loop):
-            return gradient_of(loop, batch)[1]
-
     def direction(self, names: list[str]) -> Gradients:
         """Returns a random direction of parameters, each in its own size."""
         parameters = trained(self.loop)
-        sizes = {name: float(parameters[name].detach().double().square().mean().sqrt()) or 0.01 for name in names}
+        sizes = {name: float(parameters[name].detach().square().mean().sqrt()) or 0.01 for name in names}
         seed(0)
-        return {name: torch.randn_like(parameters[name], dtype=torch.float64) * sizes[name] for name in names}
+        return {name: torch.randn_like(parameters[name]) * sizes[name] for name in names}
 
-    def slope(self, names: list[str], direction: Gradients | None = None) -> float | None:
-        """Returns the slope of the loss along a direction; None if it is not smooth there.
+    def slope(self, direction: Gradients, step: float = STEP) -> float:
+        """Returns the slope of the loss along a direction."""
+        return (self.loss(direction, step) - self.loss(direction, -step)) / (2 * step)
 
-        Args:
-            names: of the parameters that are moved.
-            direction: of them; None for a random one.
-        """
-        direction = direction or self.direction(names)
-        found = [(self.loss(direction, step) - self.loss(direction, -step)) / (2 * step) for step in (STEP, 10 * STEP)]
-        size = max(abs(found[0]), abs(found[1]), SIGNIFICANT * abs(self.value))
-        return found[0] if abs(found[0] - found[1]) <= 0.01 * size else None
+    def smooth(self, direction: Gradients, slope: float) -> bool:
+        """Whether the slope does not depend on the step, to 1 %: at an edge or a jump it does."""
+        wider = self.slope(direction, 10 * STEP)
+        return abs(wider - slope) <= max(0.01 * max(abs(wider), abs(slope)), SIGNIFICANT * abs(self.value))
 
 
-def along_a_direction(make: Maker, silent: list[str]) -> list[Finding]:
-    """Compares the whole gradient with finite differences along a random direction."""
-    probe = Probe(make)
-    gradient = probe.gradient()
-    names = [name for name in gradient if name not in silent]
-    direction = probe.direction(names)
-    slope = probe.slope(names, direction)
+def along_a_direction(probe: Probe, names: list[str]) -> Finding:
+    """Compares the gradient of parameters with finite differences along a random direction."""
+    gradient, direction = probe.gradient, probe.direction(names)
+    slope = probe.slope(direction)
     meant = sum(float((gradient[name] * each).sum()) for name, each in direction.items())
-    if slope is None:
-        return [Finding(NAME, "not checked", "finite differences: the loss is not smooth")]
     # The typical slope along such a direction: this one may be near 0 by chance.
     typical = norm({name: gradient[name] * (each.norm() / each.numel() ** 0.5) for name, each in direction.items()})
     if abs(slope - meant) <= max(1e-3 * max(abs(slope), abs(meant), typical), SIGNIFICANT * abs(probe.value)):
         text = (
             f"along a random direction of all weights the loss has the slope {slope:.6g}, by its gradient {meant:.6g}"
         )
-        return [Finding(NAME, "passed", text)]
+        return Finding(NAME, "passed", text)
+    if not probe.smooth(direction, slope):
+        return Finding(NAME, "not checked", "finite differences: the loss is not smooth at the weights")
     text = (
         f"along a random direction of all weights the loss has the slope {slope:.4g}, by its gradient {meant:.4g}: a "
         "part is detached, or has a gradient of its own; that may be meant, as with straight-through gradients"
     )
-    return [Finding(NAME, "note", text)]
+    return Finding(NAME, "note", text)
