@@ -149,6 +149,8 @@ class Compared:
                 "train more than loss"
             )
             return Finding(NAME, "note", text, line=line)
+        if self.normalized(factor):
+            return self.normalized_note()
         self.factor = factor
         usual = 1.0 if self.first is None else self.first.factor
         # 1 %: far above rounding, and far below what another number of rows makes.
@@ -184,7 +186,18 @@ class Compared:
                 f"explain it: cosine {cosine(update.gradient, whole):.3f}"
             )
             return Finding(NAME, "note", text, line=update.line)
+        if self.normalized(sum(given)):
+            return self.normalized_note()
         return self.fault(given, right, late=late)
+
+    def normalized(self, factor: float) -> bool:
+        """Whether a gradient is longer than any sum over the numbers of a batch: then step sets its norm."""
+        return abs(factor) > 2 * sum(each.numel() for batch in self.update.batches for each in tensors_of(batch))
+
+    def normalized_note(self) -> Finding:
+        """Says that the norm of the gradient is set."""
+        text = "step gives the gradient a norm of its own, whatever the loss's: its length cannot be compared"
+        return Finding(NAME, "note", text, line=self.update.line)
 
     def fault(self, given: list[float], right: list[float], *, late: bool) -> Finding:
         """Says which weights the micro-batches have, and why they are wrong."""

@@ -227,8 +227,8 @@ class Alone:
         wanted = [leaves[index] for index in needs]
         seed(number)
         with InDouble():
-            gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
-        return [torch.zeros_like(one) if two is None else two for one, two in zip(wanted, gradients, strict=True)]
+            torch.autograd.backward(outputs, given, inputs=wanted)  # not `grad`, which would turn `InDouble` off
+        return [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
 
     def size(self, index: int) -> float:
         """Returns the typical size of a slope along the direction."""

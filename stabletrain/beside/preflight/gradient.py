@@ -87,7 +87,8 @@ def check(make: Maker) -> list[Finding]:
         found += tried("the compiled or recomputed gradient", lambda: against_plain(make, run))
     if run.loop.precision in ("bf16", "fp16"):
         found += tried("the gradient in fp32", lambda: against_fp32(make))
-    return found + tried("finite differences", lambda: finite_differences(make, run))
+    faulty = any(each.verdict == "fault" for each in found)
+    return found + tried("finite differences", lambda: finite_differences(make, run, faulty=faulty))
 
 
 def tried(name: str, part: Callable[[], list[Finding]]) -> list[Finding]:
@@ -264,29 +265,31 @@ def gets_some(gradient: Gradients, name: str) -> bool:
 
 def dependence(probe: "Probe", run: Run, silent: list[str]) -> list[Finding]:
     """Says which parameters without gradient the loss depends on."""
-    groups: dict[str, list[str]] = {}
-    for name in silent:
-        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    groups = {name: [name] for name in silent}
     if len(groups) > MOST_PROBES:
-        groups = {"": silent}
+        groups = {}
+        for name in silent:
+            groups.setdefault(owner_of(name), []).append(name)
+    if len(groups) > MOST_PROBES:
+        groups = {"all of them": silent}
     found = []
     sure: list[str] = []
     copies: list[str] = []
     unclear: list[str] = []
     slopes: dict[str, float] = {}
-    for owner, names in groups.items():
+    for group, names in groups.items():
         direction = probe.direction(names)
         slope = probe.slope(direction)
         if not probe.smooth(direction, slope):
             unclear += names
         elif abs(slope) > SIGNIFICANT * abs(probe.value):
-            slopes[owner] = slope
-            (copies if is_copy(run.loop, names, silent) else sure).extend(names)
+            slopes[group] = slope
+            (copies if is_copy(run.loop, group, silent) else sure).extend(names)
     if sure:
-        owner = next(each for each in slopes if sure[0] in groups[each])
+        group = next(each for each in slopes if sure[0] in groups[each])
         text = (
             f"the loss depends on {listed(sure)}, but their gradient is missing or 0, though an optimizer trains them: "
-            f"along a random direction of {owner or 'them'} the loss has the slope {slopes[owner]:.3g}"
+            f"along a random direction of {group} the loss has the slope {slopes[group]:.3g}"
         )
         fix = (
             "remove what cuts them off, between them and the loss: no_grad(), detach(), .data or .item(); if that is "
@@ -294,7 +297,7 @@ def dependence(probe: "Probe", run: Run, silent: list[str]) -> list[Finding]:
         )
         # Without steps it is not known whether another loss trains them.
         verdict = "fault" if run.loop.step is not None or len(run.loop.optimizers) == 1 else "note"
-        found.append(Finding(NAME, verdict, text, tuple(sure), run.lines.get(owner, ""), fix))
+        found.append(Finding(NAME, verdict, text, tuple(sure), run.lines.get(owner_of(sure[0]), ""), fix))
     if copies:
         text = f"the loss depends on {listed(copies)}, which get no gradient: they are copies, as of a target network"
         found.append(Finding(NAME, "note", text, tuple(copies)))
@@ -306,8 +309,13 @@ def dependence(probe: "Probe", run: Run, silent: list[str]) -> list[Finding]:
     return found
 
 
-def is_copy(loop: Loop, names: list[str], silent: list[str]) -> bool:
-    """Whether parameters have the values of others that are trained, as a target network has at first."""
+def owner_of(name: str) -> str:
+    """Returns the name of the module that a parameter belongs to."""
+    return name.rpartition(".")[0]
+
+
+def is_copy(loop: Loop, group: str, silent: list[str]) -> bool:
+    """Whether a module has the values of others that are trained, as a target network has at first."""
     parameters = trained(loop)
     others = [each for name, each in parameters.items() if name not in silent]
 
@@ -315,16 +323,22 @@ def is_copy(loop: Loop, names: list[str], silent: list[str]) -> bool:
         varied = parameter.numel() > 1 and bool((parameter != parameter.flatten()[0]).any())
         return varied and any(each.shape == parameter.shape and torch.equal(each, parameter) for each in others)
 
-    return any(copied(parameters[name]) for name in names)
+    owner = group if group in dict(loop.model.named_modules()) else owner_of(group)
+    return any(copied(parameters[name]) for name in silent if owner_of(name) == owner)
 
 
 # ---- finite differences
 
 
-def finite_differences(make: Maker, run: Run) -> list[Finding]:
-    """Looks at parameters without gradient, and compares the whole gradient along a random direction."""
-    probe, silent = Probe(make), silent_parameters(make, run)
+def finite_differences(make: Maker, run: Run, *, faulty: bool) -> list[Finding]:
+    """Looks at parameters without gradient; and if there is no fault, at the whole gradient along a direction."""
+    silent = silent_parameters(make, run)
+    if faulty and not silent:
+        return []
+    probe = Probe(make)
     found = dependence(probe, run, silent) if silent else []
+    if faulty or any(each.verdict == "fault" for each in found):
+        return found
     return [*found, along_a_direction(probe, [name for name in probe.gradient if name not in silent])]
 
 
