@@ -262,7 +262,7 @@ def taken(loop: Loop, start: int) -> Update:
             elif not backward and not update.line:
                 update.reason = "step calls no backward()"
             if isinstance(value, (float, Tensor)) and torch.as_tensor(value).numel() == 1:
-                update.loss = float(value)
+                update.loss = float(torch.as_tensor(value).detach())
             if stepped or update.reason:
                 update.gradient = {name: each / shrink for given in step.given.values() for name, each in given.items()}
                 return update

@@ -74,7 +74,7 @@ def recorded_calls(loop: Loop) -> Generator[list[Call], None, None]:
     with ExitStack() as stack:
         functions = [(each, each.forward) for each in own_functions()]  # a class may inherit its forward pass
         for function, inner in functions:
-            stack.enter_context(static_replaced(function, functools.partial(forward, function, inner)))
+            stack.enter_context(static_replaced(function, "forward", functools.partial(forward, function, inner)))
         yield calls
 
 
@@ -90,17 +90,17 @@ def own_functions(of: type[Any] = torch.autograd.Function) -> list[type[Any]]:
 
 
 @contextmanager
-def static_replaced(function: Any, by: Callable[..., Any]) -> Generator[None, None, None]:
-    """Replaces the forward pass of an autograd function, a static method."""
-    kept = vars(function).get("forward")
-    function.forward = staticmethod(functools.wraps(function.forward)(by))
+def static_replaced(function: Any, name: str, by: Callable[..., Any]) -> Generator[None, None, None]:
+    """Replaces the forward or backward pass of an autograd function, a static method."""
+    kept = vars(function).get(name)
+    setattr(function, name, staticmethod(functools.wraps(getattr(function, name))(by)))
     try:
         yield
     finally:
         if kept is None:
-            del function.forward
+            delattr(function, name)
         else:
-            function.forward = kept
+            setattr(function, name, kept)
 
 
 def is_context(value: Any) -> bool:
@@ -226,8 +226,15 @@ class Alone:
         outputs, given = [each for each, _ in pairs], [each for _, each in pairs]
         wanted = [leaves[index] for index in needs]
         seed(number)
-        with InDouble():
-            torch.autograd.backward(outputs, given, inputs=wanted)  # not `grad`, which would turn `InDouble` off
+        function = self.call.function
+        inner = function.backward
+
+        def backward(*args: Any) -> Any:
+            with InDouble():  # PyTorch runs backward passes without it
+                return inner(*args)
+
+        with static_replaced(function, "backward", backward):
+            torch.autograd.backward(outputs, given, inputs=wanted)
         return [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
 
     def size(self, index: int) -> float:

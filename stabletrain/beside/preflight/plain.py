@@ -120,7 +120,7 @@ def gradient_of(loop: Loop, batch: Any, number: int = 1) -> tuple[float, Gradien
     loss = loop.loss(batch)
     # fp16 has no numbers below 6e-8, and none above 65504. The scaler's own scale may be too large at first.
     scale = 2.0**10 if loop.scaler is not None and loop.scaler.is_enabled() else 1.0
-    torch.autograd.backward(loss * scale)  # not the method, which would turn `InDouble` off
+    (loss * scale).backward()
     gradients = {name: each.grad.detach() / scale for name, each in parameters.items() if each.grad is not None}
     for each in parameters.values():
         each.grad = None

@@ -1,0 +1,185 @@
+"""Micro-batches against the whole batch, in steps that clip."""
+
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.beside.preflight.accumulation import check
+from tests.beside.preflight.small import Net, count, maker, micro_batches
+
+BY_TARGETS = micro_batches(lambda part, batch: count(part) / count(batch))
+
+
+def one_of(**parts):
+    """Returns the only finding of a loop."""
+    [found] = check(maker(**parts))
+    return found
+
+
+def strided(rows):
+    """Every fourth row in each part."""
+    return [torch.arange(start, rows, 4) for start in range(4)]
+
+
+def uneven(rows):
+    """Parts of different sizes."""
+    return torch.arange(rows).split([3, 8, rows - 11])
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("numbers", [None, strided, uneven])
+def test_micro_batches_weighted_by_their_targets_pass(numbers, together):
+    found = one_of(step=micro_batches(lambda part, batch: count(part) / count(batch), numbers, together=together))
+    assert found.verdict == "passed"
+    assert "micro-batches is that of the whole batch" in found.text
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("numbers", [None, strided, uneven])
+def test_a_mean_of_means_is_found_however_the_batch_is_split(numbers, together):
+    found = one_of(step=micro_batches(lambda part, _: len(part[0]) / 16, numbers, together=together))
+    assert found.verdict == "fault"
+    assert "weight each loss by its number of targets" in found.fix
+
+
+def test_the_finding_says_which_weights_the_micro_batches_have_and_should_have():
+    found = one_of(step=micro_batches(lambda *_: 1 / 4))
+    parts = [tuple(each[start : start + 4] for each in maker()().batch(0)) for start in range(0, 16, 4)]
+    right = ", ".join(f"{count(part) / sum(map(count, parts)):.3g}" for part in parts)
+    assert f"weights 0.25, 0.25, 0.25, 0.25, in the mean over all targets {right}: a mean of means" in found.text
+    assert found.line.rpartition(":")[0] == micro_batches.__code__.co_filename
+
+
+@pytest.mark.parametrize(("factor", "says"), [(4, "their sum"), (1 / 4, "as if divided twice"), (0.5, "0.5 times")])
+def test_a_wrong_factor_is_named(factor, says):
+    step = micro_batches(lambda part, batch: factor * count(part) / count(batch))
+    found = one_of(step=step)
+    assert found.verdict == "fault"
+    assert says in found.text
+
+
+def test_parts_that_are_not_independent_are_not_compared_but_by_the_sum_of_their_weights():
+    def normed():
+        return Net(lambda net, x: nn.functional.batch_norm(x, None, None, training=True))
+
+    right = one_of(model=normed, step=micro_batches(lambda *_: 1 / 4))
+    assert right.verdict == "not checked"
+    assert "batch normalization" in right.text
+    assert one_of(model=normed, step=micro_batches(lambda *_: 1.0)).verdict == "fault"
+
+
+def test_dropout_makes_no_difference():
+    assert one_of(model=lambda: Net(lambda net, x: net.drop(x)), step=BY_TARGETS).verdict == "passed"
+
+
+@pytest.mark.parametrize(("divided", "verdict"), [(4, "passed"), (1, "fault")])
+def test_micro_batches_may_be_calls_of_step(divided, verdict):
+    def made(net, optimizers, loss):
+        calls = []
+
+        def step(batch):
+            calls.append(batch)
+            (loss(batch) / divided).backward()
+            if len(calls) % 4 == 0:
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+
+        return step
+
+    assert one_of(loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), step=made).verdict == verdict
+
+
+def test_a_smaller_last_batch_that_is_divided_as_the_others_is_found():
+    def made(net, optimizers, loss):
+        def step(batch):
+            optimizers[0].zero_grad()
+            (loss(batch) * len(batch[0]) / 16).backward()
+            optimizers[0].step()
+
+        return step
+
+    sizes = {"rows": lambda number: 16 if number < 2 else 4, "epoch": 3}
+    first, last = check(maker(step=made, **sizes))
+    assert first.verdict == "passed"
+    assert last.verdict == "fault"
+    assert "the last batch of the epoch, number 2 (4 rows) is 0.25 times that of its mean loss" in last.text
+    assert [each.verdict for each in check(maker(**sizes))] == ["passed", "passed"]
+
+
+@pytest.mark.parametrize(("zeroed", "verdict"), [(False, "fault"), (True, "passed")])
+def test_a_last_batch_without_update_must_leave_no_gradient(zeroed, verdict):
+    def made(net, optimizers, loss):
+        def step(batch):
+            loss(batch).backward()
+            if len(batch[0]) == 16:
+                optimizers[0].step()
+            if len(batch[0]) == 16 or zeroed:
+                optimizers[0].zero_grad()
+
+        return step
+
+    found = check(maker(step=made, rows=lambda number: 4 if number == 2 else 16, epoch=3))[-1]
+    assert found.verdict == verdict
+    assert "gets no update" in found.text
+
+
+def test_a_step_that_trains_something_else_is_only_noted():
+    def made(net, optimizers, loss):
+        def step(batch):
+            optimizers[0].zero_grad()
+            (loss(batch) + net.first.weight.square().sum()).backward()
+            optimizers[0].step()
+
+        return step
+
+    found = one_of(step=made)
+    assert found.verdict == "note"
+    assert "the gradient of step is not that of loss" in found.text
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_gradient_whose_norm_is_set_is_only_noted(parts):
+    def made(net, optimizers, loss):
+        def step(batch):
+            optimizers[0].zero_grad()
+            for chosen in torch.arange(16).chunk(parts):
+                (loss((batch[0][chosen], batch[1][chosen])) / parts).backward()
+            gradients = [each.grad for each in net.parameters()]
+            total = torch.linalg.vector_norm(torch.cat([each.flatten() for each in gradients]))
+            for each in gradients:
+                each /= total
+            optimizers[0].step()
+
+        return step
+
+    found = one_of(step=made)
+    assert found.verdict == "note"
+    assert "a norm of its own" in found.text
+
+
+def test_a_loss_that_is_reported_wrongly_is_noted():
+    def made(net, optimizers, loss):
+        step = BY_TARGETS(net, optimizers, loss)
+        return lambda batch: step(batch) / 2
+
+    found = one_of(step=made)
+    assert found.verdict == "note"
+    assert "but step returns the loss" in found.text
+
+
+def test_loops_that_cannot_be_compared_say_why():
+    loop = maker()()
+    loop.step = None
+    assert check(lambda: loop)[0].text == "make() returned no step"
+
+    def twice(net, optimizers, loss):
+        def step(batch):
+            for _ in range(2):
+                optimizers[0].zero_grad()
+                loss(batch).backward()
+                optimizers[0].step()
+
+        return step
+
+    assert "before the last backward call" in one_of(step=twice).text
+    assert "no optimizer stepped in 32 calls" in one_of(step=lambda net, _, loss: lambda b: loss(b).backward()).text
