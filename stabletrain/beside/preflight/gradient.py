@@ -104,12 +104,12 @@ def plain_run(loop: Loop) -> Run:
     run = Run(loop)
 
     def called(module: nn.Module, _: Any) -> None:
-        if module in names:
-            run.lines.setdefault(names[module], users_line())
+        run.lines.setdefault(names[module], users_line())
 
     names = {module: name for name, module in loop.model.named_modules()}
     with ExitStack() as stack:
-        stack.callback(nn.modules.module.register_module_forward_pre_hook(called).remove)
+        for module in names:
+            stack.callback(module.register_forward_pre_hook(called).remove)
         run.recomputed = stack.enter_context(eager())
         run.calls = stack.enter_context(recorded_calls(loop))
         run.loss, run.gradient = gradient_of(loop, loop.batch(0))

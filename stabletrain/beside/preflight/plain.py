@@ -1,5 +1,6 @@
 """A loop computed plainly: without compilation, recomputation, autocast or dropout; its losses and its gradients."""
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ def eager() -> Generator[list[Recomputed], None, None]:
         return function(*args)
 
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes seconds to import
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Models import `checkpoint` by its name, so what it calls is replaced, not the function itself.
         checkpoint = torch.utils.checkpoint
         name = "_checkpoint_without_reentrant_generator"

@@ -1,0 +1,205 @@
+"""Autograd functions alone, as people write them: right ones, wrong ones, and those whose gradient is another one on
+purpose."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+from stabletrain.beside.preflight.functions import check_call, recorded_calls
+from stabletrain.beside.preflight.plain import gradient_of
+from tests.beside.preflight.small import Net, maker
+
+
+class Swish(Function):
+    """x * sigmoid(x), with a context of its own."""
+
+    @staticmethod
+    def forward(x):
+        return x * x.sigmoid()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        [x] = ctx.saved_tensors
+        sigmoid = x.float().sigmoid()
+        return (grad * (sigmoid + x * sigmoid * (1 - sigmoid))).to(x.dtype)
+
+
+class HalfSwish(Swish):
+    """Swish; the backward pass returns half."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Swish.backward(ctx, grad) / 2
+
+
+class ShortSwish(Swish):
+    """Swish; the backward pass misses a term."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].sigmoid()
+
+
+class Scaled(Function):
+    """A product; the backward pass knows nothing of the second factor."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+class KeptMask(Function):
+    """Dropout that draws its mask again with the random state of the forward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.state = torch.get_rng_state()
+        return F.dropout(x, 0.3)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.random.fork_rng():
+            torch.set_rng_state(ctx.state)
+            return F.dropout(grad, 0.3)
+
+
+class RedrawnMask(KeptMask):
+    """Dropout that draws another mask."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return F.dropout(grad, 0.3)
+
+
+class Recomputed(Function):
+    """A module that is run again in the backward pass, with other dropout."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(grad)
+        return None, x.grad
+
+
+class Reversed(Function):
+    """Returns its input, and reverses the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class Rounded(Function):
+    """Rounds, with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (8 * x).round() / 8
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Clamped(Function):
+    """Clamps, with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp(-0.1, 0.1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Sketched(Function):
+    """A product of matrices whose backward pass estimates the gradient from random columns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 4 * grad * (torch.rand_like(grad) < 0.5)
+
+
+def found_in(between):
+    """Returns what is found of the functions that a model calls between its layers."""
+    loop = maker(lambda: Net(between))()
+    with recorded_calls(loop) as calls:
+        gradient_of(loop, loop.batch(0))
+    [found] = [check_call(each) for each in calls]
+    return found
+
+
+@pytest.mark.parametrize("function", [Swish, KeptMask])
+def test_a_right_backward_pass_is_not_found(function):
+    assert found_in(lambda net, x: function.apply(x)) is None
+
+
+def test_a_factor_is_named_with_function_and_line():
+    found = found_in(lambda net, x: HalfSwish.apply(x))
+    assert found.verdict == "fault"
+    assert "HalfSwish.backward is not the gradient" in found.text
+    assert "input 0 is 0.5 times the right one" in found.text
+    assert found.places == ("HalfSwish",)
+    # From the decorator on.
+    assert found.line == f"{__file__}:{HalfSwish.backward.__code__.co_firstlineno}"
+    assert "gradcheck(HalfSwish.apply" in found.fix
+
+
+def test_a_missing_term_and_a_missing_gradient_are_found():
+    assert "another direction" in found_in(lambda net, x: ShortSwish.apply(x)).text
+    found = found_in(lambda net, x: Scaled.apply(x, net.second.bias))
+    assert found.verdict == "fault"
+    assert "input 1 gets no gradient, though the output depends on it" in found.text
+
+
+@pytest.mark.parametrize("between", [lambda net, x: RedrawnMask.apply(x), lambda net, x: Recomputed.apply(net.drop, x)])
+def test_a_backward_pass_that_draws_again_is_found(between):
+    found = found_in(between)
+    assert found.verdict == "fault"
+    assert "draws other random numbers than the forward pass" in found.text
+
+
+@pytest.mark.parametrize("function", [Reversed, Rounded, Clamped])
+def test_what_may_be_meant_is_only_noted(function):
+    found = found_in(lambda net, x: function.apply(x))
+    assert found.verdict == "note"
+    assert "may be meant" in found.text
+
+
+def test_a_random_estimate_of_a_gradient_is_only_noted():
+    found = found_in(lambda net, x: Sketched.apply(x))
+    assert found.verdict == "note"
+    assert "right at most on average" in found.text
+
+
+def test_the_classes_are_as_before():
+    before = vars(Swish)["forward"], vars(Swish)["backward"]
+    found_in(lambda net, x: Swish.apply(x))
+    assert (vars(Swish)["forward"], vars(Swish)["backward"]) == before
+    assert "forward" not in vars(HalfSwish)
