@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from stabletrain.beside.preflight.accumulation import check
+from stabletrain.beside.preflight.loop import Maker
 from tests.beside.preflight.small import Net, count, maker, micro_batches
 
 BY_TARGETS = micro_batches(lambda part, batch: count(part) / count(batch))
@@ -170,7 +171,7 @@ def test_a_loss_that_is_reported_wrongly_is_noted():
 def test_loops_that_cannot_be_compared_say_why():
     loop = maker()()
     loop.step = None
-    assert check(lambda: loop)[0].text == "make() returned no step"
+    assert check(Maker(lambda: loop))[0].text == "make() returned no step"
 
     def twice(net, optimizers, loss):
         def step(batch):
