@@ -9,6 +9,8 @@
 | structure, network, untrained | parameters and groups; the model by itself; parameters without gradient |
 | order, loss_scale, schedulers | old gradients; the loss scale; the learning rate |
 | tracing | what the loss makes of its batch |
+| plain | a loop without compilation, recomputation, autocast or dropout, or in fp64 |
+| functions | autograd functions of the user's, each alone |
 | checks | all checks, in their order, and `check_loop` |
 | report | what all checks say, on the terminal and as JSON |
 | own_run | the loop of a configured run |

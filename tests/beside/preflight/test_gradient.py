@@ -63,7 +63,7 @@ def test_recomputation_that_draws_from_an_own_generator_is_found():
             net.generator = torch.Generator().manual_seed(1)
         return x * torch.rand(x.shape, generator=net.generator)
 
-    assert not faults_of(noisy)
+    assert [each.verdict for each in found_of(noisy)] == ["passed"]
     [found] = faults_of(lambda net, x: checkpoint(lambda each: noisy(net, each), x, use_reentrant=False))
     assert "generator" in found.fix
 
