@@ -14,7 +14,15 @@ ALWAYS = [
     *("log_every=1", "eval_every=1", "monitors=full", "monitors.every=1"),
     *("checkpoint.every=1", "checkpoint.asynchronous=true", "wandb=offline", "forecast.action=checkpoint"),
 ]
-NEVER = ["log_every=1000", "eval_every=1000", "checkpoint=off", "wandb=disabled", "monitors=none", "forecast=off"]
+NEVER = [
+    "log_every=1000",
+    "eval_every=1000",
+    "checkpoint=off",
+    "wandb=disabled",
+    "monitors=none",
+    "forecast=off",
+    "check=off",
+]
 
 
 TINY_GPT_WITH_DROPOUT = [*TINY_GPT, "model.dropout=0.2"]

@@ -208,7 +208,8 @@ def data_of(
     if not found:
         rows = sum(each.rows.total() for each in shards)
         batches = sum(len(each.batches) for each in shards)
-        text = f"{batches} batches with {rows} rows looked at, of {len(shards)} of the ranks"
+        ranks = f", of {len(shards)} ranks" if len(shards) > 1 else ""
+        text = f"{batches} batches with {rows} rows looked at{ranks}"
         found = [Finding("data", "passed", text)]
     return found
 

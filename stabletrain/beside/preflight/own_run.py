@@ -4,10 +4,11 @@ import io
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from stabletrain.beside.preflight.loop import Loop
 from stabletrain.checkpoint.capture import capture, restore
@@ -87,7 +88,7 @@ def loop_of_run(run: TrainingRun, ranks: int = 1) -> Loop:
         next_batch=lambda: batch(state.step),
         save=lambda: map_tensors(lambda tensor: tensor.detach().clone(), capture(state, parts)),
         load=load,
-        scaler=LossScale(tools.precision) if tools.precision.name == "fp16" else None,
+        scaler=cast("GradScaler", LossScale(tools.precision)) if tools.precision.name == "fp16" else None,
         others={name: each for name, each in parts.items() if name in ("clipping", "guard")},
         precision=mode_of(tools.precision),
         compiled=compiling.compiled_shape(state.model) is not None,
@@ -109,6 +110,10 @@ class LossScale:
 
     def __init__(self, precision: FullPrecision) -> None:
         self._precision = precision
+
+    def is_enabled(self) -> bool:
+        """Returns True."""
+        return True
 
     def get_scale(self) -> float:
         """Returns the loss scale."""

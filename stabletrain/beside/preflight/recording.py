@@ -104,6 +104,7 @@ def recording(loop: Loop) -> Generator[RecordedStep, None, None]:
     names |= {id(each): name for name, each in loop.model.named_parameters()}
     parameters = {names[id(each)]: each for optimizer in loop.optimizers for each in parameters_of(optimizer)}
     parameters |= dict(loop.model.named_parameters())
+    stepping: list[int] = []  # an optimizer may be made of others, which step within its step
 
     def add(kind: str, index: int = -1) -> None:
         step.events.append(Event(kind, index, users_line()))
@@ -127,6 +128,9 @@ def recording(loop: Loop) -> Generator[RecordedStep, None, None]:
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         index = numbers.get(id(optimizer), -1)
+        stepping.append(index)
+        if index < 0 and len(stepping) > 1:
+            return
         add("optimizer", index)
         step.given[index] = copies({names.get(id(each), "?"): each for each in parameters_of(optimizer)})
         step.lrs[index] = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
@@ -134,7 +138,9 @@ def recording(loop: Loop) -> Generator[RecordedStep, None, None]:
             step.scheduled[number] = [float(rate) for rate in getattr(each, "_last_lr", ())]
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        add("updated", numbers.get(id(optimizer), -1))
+        index = stepping.pop()
+        if index >= 0 or not stepping:
+            add("updated", index)
 
     def zero_grad(run: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
         add("zero_grad", numbers.get(id(owner), -1))
