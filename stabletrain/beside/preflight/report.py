@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from stabletrain.beside.preflight.finding import Finding
 
@@ -13,8 +13,8 @@ SIGNS = {"fault": "FAULT", "note": "note", "passed": "ok", "not checked": "-"}
 
 
 @dataclass(frozen=True)
-class Report:
-    """What the checks found; `print` shows it.
+class Report(Sequence[Finding]):
+    """What the checks found, a sequence of `Finding`; `print` shows it.
 
     Attributes:
         findings: of all checks, in their order.
@@ -25,6 +25,18 @@ class Report:
     findings: Sequence[Finding]
     seconds: float = 0.0
     compiling: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    @overload
+    def __getitem__(self, place: int) -> Finding: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Finding]: ...
+
+    def __getitem__(self, place: int | slice) -> Finding | Sequence[Finding]:
+        return self.findings[place]
 
     @property
     def faults(self) -> list[Finding]:

@@ -51,7 +51,7 @@ def only(make):
 
 def test_sound_data_pass():
     finding = only(loop())
-    assert (finding.verdict, finding.text) == ("passed", "6 batches with 48 rows looked at, of 2 of the ranks")
+    assert (finding.verdict, finding.text) == ("passed", "6 batches with 48 rows looked at, of 2 ranks")
 
 
 def test_a_batch_that_comes_again_within_an_epoch_is_named_with_the_line_of_the_batches():

@@ -55,7 +55,7 @@ def checked(program: Program, only: Sequence[str] = ()) -> Checked:
     """Runs the checks on a program."""
     start = time.perf_counter()
     with warned(program):
-        findings = [*check_loop(program.make, only).findings]
+        findings = [*check_loop(program.make, only)]
     return Checked(program, findings, time.perf_counter() - start)
 
 
