@@ -76,7 +76,7 @@ def check_run(words: Sequence[str], only: Sequence[str] = (), ranks: int = 1) ->
         ConfigError: the configuration cannot work, or there is no such check.
     """
     from stabletrain.beside.preflight.checks import check_loop
-    from stabletrain.beside.preflight.own_run import QUIET, runs_of
+    from stabletrain.beside.preflight.own_run import QUIET, maker
     from stabletrain.config.arguments import parse_arguments
     from stabletrain.config.checks import check as check_configuration
     from stabletrain.config.jobs import composed
@@ -89,5 +89,4 @@ def check_run(words: Sequence[str], only: Sequence[str] = (), ranks: int = 1) ->
         tempfile.TemporaryDirectory(prefix="stabletrain-check-") as folder,
     ):
         check_configuration(cfg)
-        with runs_of(cfg, Path(folder), ranks) as make:
-            return check_loop(make, only)
+        return check_loop(maker(cfg, Path(folder), ranks), only)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -106,13 +107,19 @@ def loop_of(made: Any) -> Loop:
         found = dict(made)
     else:
         found = {name: getattr(made, name) for name in Loop.__dataclass_fields__ if hasattr(made, name)}
-    if isinstance(found.get("optimizer", found.get("optimizers")), Optimizer):
-        found["optimizers"] = [found["optimizers"]]
     for name in REQUIRED:
         if name not in found:
             raise ConfigError(f"make() returned no {name!r}; fix: return an object with {', '.join(REQUIRED)}")
+    if isinstance(found["optimizers"], Optimizer):
+        found["optimizers"] = [found["optimizers"]]
     if not isinstance(found["model"], nn.Module):
         raise ConfigError(f"make() returned a model that is no torch.nn.Module: {type(found['model']).__name__}")
+    for each in found["optimizers"]:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(f"make() returned an optimizer that is no torch.optim.Optimizer: {type(each).__name__}")
+    for name in ("loss", "batch", "step", "next_batch", "save", "load"):
+        if found.get(name) is not None and not callable(found[name]):
+            raise ConfigError(f"make() returned {name}={found[name]!r}, which is no function")
     loop = Loop(**found)
     loop.made = made
     return loop
@@ -130,15 +137,15 @@ class Maker:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._models: list[nn.Module] = []
+        self._models: WeakSet[nn.Module] = WeakSet()
 
     def __call__(self) -> Loop:
         """Returns a fresh loop. The random numbers that it draws from now on are those of each other fresh loop."""
         seed(0)
         loop = loop_of(self._make())
-        if any(each is loop.model for each in self._models):
+        if loop.model in self._models:
             raise ConfigError("make() returned the same model twice; fix: build model and optimizer inside make()")
-        self._models.append(loop.model)
+        self._models.add(loop.model)
         seed(1)
         return loop
 

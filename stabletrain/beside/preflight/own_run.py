@@ -1,8 +1,8 @@
 """The loop of a configured run, as the checks see it: each fresh one is built as `stabletrain train` builds it."""
 
 import io
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,27 +29,24 @@ PRECISIONS = {"tf32": "fp32", "bf16_params": "bf16", "fp8": "bf16"}
 """Modes of precision as a check knows them, where the name differs."""
 
 
-@contextmanager
-def runs_of(cfg: Any, folder: Path, ranks: int = 1) -> Generator[Callable[[], Loop], None, None]:
-    """Context in which fresh runs of a configuration can be made; at its end they are closed.
+def maker(cfg: Any, folder: Path, ranks: int = 1) -> Callable[[], Loop]:
+    """Returns a function that makes fresh runs of a configuration.
 
     Args:
         cfg: checked by `config.checks.check`, inside a Hydra job, with the overrides of `QUIET`.
         folder: receives a folder for each run.
         ranks: number of ranks that divide a batch among them.
     """
-    runs: list[TrainingRun] = []
+    numbers = count()
 
     def make() -> Loop:
-        runs.append(build(cfg, folder / str(len(runs)), Progress(cfg.log_every, io.StringIO())))
-        return loop_of_run(runs[-1], ranks)
+        run = build(cfg, folder / str(next(numbers)), Progress(cfg.log_every, io.StringIO()))
+        # Nothing is logged, and batches are looked up one by one.
+        run.data.batches.close()
+        run.output.tracker.close(0)
+        return loop_of_run(run, ranks)
 
-    try:
-        yield make
-    finally:
-        for run in runs:
-            run.data.batches.close()
-            run.output.tracker.close(0)
+    return make
 
 
 def loop_of_run(run: TrainingRun, ranks: int = 1) -> Loop:
