@@ -32,7 +32,10 @@ from stabletrain.errors import ConfigError
 
 BESIDE = "stabletrain.beside"
 
-COMMANDS = ("check", "run", "export", "status", "compare", "losses", "forecast", "whatif", "sync", "wandb-report")
+COMMANDS = (
+    *("check", "run", "export", "status", "compare", "losses"),
+    *("forecast", "whatif", "lr", "sync", "wandb-report"),
+)
 """The commands of `stabletrain` that `stabletrain/beside/` adds."""
 
 HORIZON = 500

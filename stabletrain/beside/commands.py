@@ -8,6 +8,7 @@ stabletrain compare <runs or sweeps>            compare runs in a table and on a
 stabletrain losses <runs> <file>                plot the runs' training losses, rollbacks included
 stabletrain forecast <run>                      foretell from a run's monitors what breaks, when, and the fix
 stabletrain whatif <run>                        try fixes from the state before a run's trouble, and rank them
+stabletrain lr [key=value ...]                  propose a peak learning rate from short runs at several rates
 stabletrain sync [<runs>]                       upload offline runs to Weights & Biases
 stabletrain wandb-report <entity/project>       write a W&B report that compares a project's runs
 """
@@ -212,6 +213,31 @@ def whatif(chosen: argparse.Namespace) -> None:
         print_json(as_json(found))
 
 
+def add_lr_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `lr`."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="as for train; the search starts around optimizer.lr",
+    )
+    parser.add_argument("--config-dir", type=Path, help="your own config groups, as for train")
+    parser.add_argument("--steps", type=int, default=40, help="length of a short run (default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=int, default=2, help="runs at each rate, from which the noise follows (default: %(default)s)"
+    )
+    parser.add_argument("--low", type=float, metavar="LR", help="try no lower rate (default: as low as needed)")
+    parser.add_argument("--high", type=float, metavar="LR", help="try no higher rate (default: as high as needed)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def lr(chosen: argparse.Namespace) -> None:
+    """Prints the losses of short runs at several learning rates, and the proposed rate."""
+    from stabletrain.beside.rate_finder.command import find_rate
+
+    find_rate(chosen)
+
+
 COMMANDS = {
     "check": Command(
         "check a run before its first step", preflight.add_arguments, preflight.check, take_over=preflight.run
@@ -231,6 +257,7 @@ COMMANDS = {
     "whatif": Command(
         "try fixes from before a run's trouble, and rank them", add_whatif_arguments, whatif, builds=True
     ),
+    "lr": Command("propose a peak learning rate from short runs at several rates", add_lr_arguments, lr, builds=True),
     "sync": Command("upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
     "wandb-report": Command(
         "write a W&B report that compares a project's runs", wandb_report.add_arguments, wandb_report.run
