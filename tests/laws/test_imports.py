@@ -73,6 +73,11 @@ MAY_SEE = {
     "beside/preflight": NOUNS
     | {"checkpoint", "config", "data", "extension", "forensics", "guard", "guard/checks", "machine", "models"}
     | {"monitors", "parallel", "stability", "step", "tools", "tracking", "trainer"},
+    | {"checkpoint", "config", "data", "extension", "forensics", "guard", "machine", "models", "monitors", "parallel"}
+    | {"stability", "step", "tools", "tracking", "trainer"},
+    "beside/rate_finder": NOUNS
+    | {"beside/comparison", "config", "data", "extension", "guard/policy", "machine", "parallel", "stability", "step"}
+    | {"tracking", "trainer"},
     "beside/script": NOUNS | {"guard", "guard/checks", "parallel"},
     "beside/slurm": NOUNS
     | {"beside/comparison", "beside/sweep", "cli", "config", "data", "machine", "parallel", "tracking"},
@@ -85,6 +90,7 @@ MAY_SEE = {
         "beside/export",
         "beside/forecast",
         "beside/preflight",
+        "beside/rate_finder",
         "beside/script",
         "beside/slurm",
         "beside/sweep",

@@ -55,6 +55,17 @@ def check_numbers(chosen: argparse.Namespace) -> None:
         rate = getattr(chosen, name)
         if rate is not None and not 0 < rate < math.inf:
             raise ConfigError(f"--{name} {rate:g} is not above 0 and finite; fix: name a rate, such as --{name} 1e-3")
+    if chosen.low is not None and chosen.high is not None and chosen.low >= chosen.high:
+        raise ConfigError(f"--low {chosen.low:g} is not below --high {chosen.high:g}; fix: exchange them")
+
+
+def check_between(middle: float, low: float | None, high: float | None) -> None:
+    """Refuses bounds that the first rate is outside of."""
+    for name, bound, side in (("low", low, "below"), ("high", high, "above")):
+        if bound is not None and (middle < bound if side == "below" else middle > bound):
+            raise ConfigError(
+                f"{RATE}={middle:g} is {side} --{name} {bound:g}, and the search starts there; fix: {RATE}={bound:g}"
+            )
 
 
 def found_by(arguments: Arguments, steps: int, seeds: int, low: float | None, high: float | None) -> Search:
@@ -73,7 +84,7 @@ def found_by(arguments: Arguments, steps: int, seeds: int, low: float | None, hi
     check_folders(arguments)
     if (resume := arguments.value("resume")) not in (None, "none"):
         raise ConfigError(
-            f"resume={resume}: the short runs begin at step 0; fix: leave it out, or use its weights: init_from={resume}"
+            f"resume={resume}: the short runs begin at step 0; fix: leave it out, or take its weights with init_from"
         )
     configs: dict[int, Any] = {}
     words = [*arguments.options, *arguments.overrides]
@@ -87,17 +98,12 @@ def found_by(arguments: Arguments, steps: int, seeds: int, low: float | None, hi
                 configs[config.seed] = plain(config)
         config = configs[min(configs)]
         middle, steps = rate_in(config, choices["optimizer"]), min(steps, config["steps"])
-        low, high = low or 0.0, high or math.inf
-        if not low <= middle <= high:
-            raise ConfigError(
-                f"{RATE}={middle:g}, where the search starts, is outside of --low {low:g} to --high {high:g}; "
-                f"fix: a rate between them, or other bounds"
-            )
+        check_between(middle, low, high)
         with composed(arguments, conf_folder()):
             trials = Trials(
                 configs, choices, tell=lambda trial: say(report.line_of(trial), file=sys.stderr, flush=True)
             )
-            found = search(trials, middle, low, high, steps, [*configs])
+            found = search(trials, middle, low or 0.0, high or math.inf, steps, [*configs])
     if not found.learns:
         raise StabletrainError(
             f"the loss falls at none of the rates from {min(t.rate for t in trials.run):.3g} to "

@@ -68,10 +68,12 @@ def notes(found: Search) -> list[str]:
     ends = [("lower", found.open_below), ("higher", found.open_above)]
     if beyond := " or ".join(name for name, is_open in ends if is_open):
         said.append(f"the loss is as low at an end of the rates that were tried: the best rate may be {beyond}")
+    if math.isnan(found.lowest.margin):
+        said.append("the noise is not known, so rates may be as good that are not named here; fix: --seeds 2 or more")
     steps, coarse = found.fine[0].steps, found.coarse[0].steps
     said.append(
-        f"trials of {coarse} steps were best at {found.first_round_best:.3g}, those of {steps} steps at "
-        f"{found.lowest.rate:.3g}; a longer run may need a lower rate, and this is not corrected for"
+        f"runs of {coarse} steps are best at {found.first_round_best:.3g}, of {steps} steps at "
+        f"{found.lowest.rate:.3g}; a much longer run often needs a lower rate, which is not corrected for"
     )
     return said
 
