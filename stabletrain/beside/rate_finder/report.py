@@ -52,8 +52,8 @@ def why(found: Search) -> str:
     loss = f"{lowest.loss:.3f}" + ("" if math.isnan(lowest.error) else f" ± {lowest.error:.3f}")
     reasons = [f"the lowest loss is {loss} at {lowest.rate:.3g}"]
     if len(plateau) > 1:
-        others = " and ".join(f"{point.rate:.3g}" for point in plateau if point is not lowest)
-        reasons.append(f"{others} {'are' if len(plateau) > 2 else 'is'} not told apart from it")
+        others = ", ".join(f"{point.rate:.3g}" for point in plateau if point is not lowest)
+        reasons.append(f"{others} {'are' if len(plateau) > 2 else 'is'} not told apart")
         reasons.append(f"the peak is the centre of {plateau[0].rate:.3g} to {plateau[-1].rate:.3g}")
     else:
         reasons.append("all other rates are told apart from it")

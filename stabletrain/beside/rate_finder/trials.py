@@ -8,7 +8,7 @@ Nothing is written. There is no guard: a rate at which the loss is not finite is
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,23 +89,21 @@ class Trials:
             if not math.isfinite(loss) and not reading.overflow:  # fp16's loss scale finds its value at the start
                 break
         else:
-            renew_batch_norm(
-                state.model, [to_device(load(steps + number)).inputs for number in range(BATCHES)], tools.precision
-            )
+            more = (to_device(load(steps + number)).split(parts)[0].inputs for number in range(BATCHES))
+            renew_batch_norm(state.model, more, tools.precision)
             limit = min(options.eval_batches or BATCHES, BATCHES)
             batches = map(to_device, validation(source.data, options.batch_size, limit, process.ranks))
             plain = tools.objective.plain
             found = evaluate(state.model, batches, plain, tools.precision, tools.sanitizer, process.parallel)
             loss = found["val/loss"]
-        trial = Trial(
-            rate, seed, steps, first, loss if math.isfinite(loss) else math.inf, state.step, time.perf_counter() - began
-        )
+        loss, seconds = loss if math.isfinite(loss) else math.inf, time.perf_counter() - began
+        trial = Trial(rate, seed, steps, first, loss, state.step, seconds)
         self.run.append(trial)
         self.tell(trial)
         return trial
 
 
-def renew_batch_norm(model: nn.Module, inputs: Sequence[Tensor], precision: FullPrecision) -> None:
+def renew_batch_norm(model: nn.Module, inputs: Iterable[Tensor], precision: FullPrecision) -> None:
     """Sets the running statistics of BatchNorm to those of the present weights; does nothing without BatchNorm.
 
     They average over the last tens of steps. In a whole run the weights hardly change over its last steps; in a trial

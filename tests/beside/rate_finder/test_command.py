@@ -87,7 +87,7 @@ def test_ranks_are_refused(monkeypatch, capsys):
 def test_the_text_says_what_is_told_apart_and_what_is_not():
     found = made({1e-3: [2.6, 2.7], 2e-3: [2.3, 2.42], 4e-3: [2.32, 2.41], 8e-3: [2.8, 2.9], 1.6e-2: [math.inf] * 2})
     assert report.why(found) == (
-        "the lowest loss is 2.360 ± 0.011 at 0.002; 0.004 is not told apart from it; the peak is the centre of 0.002 to"
+        "the lowest loss is 2.360 ± 0.011 at 0.002; 0.004 is not told apart; the peak is the centre of 0.002 to"
         " 0.004; at 0.016 and above the loss is not finite"
     )
     lines = report.text(found, "next").splitlines()
