@@ -9,6 +9,7 @@
 | `extension` | what the run itself may ask for (`stabletrain/extension.py`) |
 | `faults` | faults injected on purpose |
 | `forecast` | trouble foretold from the monitors |
+| `rate_finder` | a peak learning rate, from short runs at several rates |
 | `slurm` | sweeps and what-ifs as array jobs |
 | `sweep` | `-m`: several runs from one command |
 | `wandb_report`, `wandb_sync` | a project's report, and the upload of offline runs |

@@ -89,14 +89,18 @@ def found_by(arguments: Arguments, steps: int, seeds: int, low: float | None, hi
     configs: dict[int, Any] = {}
     words = [*arguments.options, *arguments.overrides]
     with called(words, words):
-        while len(configs) < seeds:
+        for number in range(seeds):
             # Composed anew, because data and other options refer to the seed.
-            seeded = arguments if not configs else with_overrides(arguments, f"seed={min(configs) + len(configs)}")
+            seeded = with_overrides(arguments, f"seed={min(configs) + number}") if configs else arguments
             with composed(seeded, conf_folder()) as (config, choices):
                 check(config)
                 extension().check(config, choices)
                 configs[config.seed] = plain(config)
         config = configs[min(configs)]
+        if config["steps"] < LEAST_STEPS:
+            raise ConfigError(
+                f"steps={config['steps']} is below {LEAST_STEPS}, too few to compare; fix: the run's steps"
+            )
         middle, steps = rate_in(config, choices["optimizer"]), min(steps, config["steps"])
         check_between(middle, low, high)
         with composed(arguments, conf_folder()):
