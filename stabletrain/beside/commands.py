@@ -239,9 +239,7 @@ def lr(chosen: argparse.Namespace) -> None:
 
 
 COMMANDS = {
-    "check": Command(
-        "check a run before its first step", preflight.add_arguments, preflight.check, take_over=preflight.run
-    ),
+    "check": Command("check a run before its first step", preflight.add_arguments, preflight.check, builds=True),
     "run": Command(
         "guard whatever a training script trains", script.add_arguments, script.run_script, take_over=script.run
     ),

@@ -73,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong = f"{first}: there is no such command{did_you_mean(first, commands.choices) or ';'}"
         parser.error(printable(f"{wrong if first else 'a command is missing;'} {known}"))
     chosen, more = parser.parse_known_args(typed)
-    if more and not (chosen.command in ("whatif", "lr") and all("=" in word and word[0] != "-" for word in more)):
+    if more and not (
+        chosen.command in ("check", "whatif", "lr") and all("=" in word and word[0] != "-" for word in more)
+    ):
         parser.error(printable(f"unrecognized arguments: {' '.join(more)}"))
     chosen.more = more  # argparse takes no arms of the user's own after an option
     try:

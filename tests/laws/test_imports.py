@@ -73,8 +73,6 @@ MAY_SEE = {
     "beside/preflight": NOUNS
     | {"checkpoint", "config", "data", "extension", "forensics", "guard", "guard/checks", "machine", "models"}
     | {"monitors", "parallel", "stability", "step", "tools", "tracking", "trainer"},
-    | {"checkpoint", "config", "data", "extension", "forensics", "guard", "machine", "models", "monitors", "parallel"}
-    | {"stability", "step", "tools", "tracking", "trainer"},
     "beside/rate_finder": NOUNS
     | {"beside/comparison", "config", "data", "extension", "guard/policy", "machine", "parallel", "stability", "step"}
     | {"tracking", "trainer"},

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from stabletrain.beside.preflight import command
 from stabletrain.beside.preflight.command import check_run
+from stabletrain.cli.commands import main
 from tests.runs import TINY_GPT, TINY_RESNET
+from tests.shapes import differences, shape
 
 GPT = [each for each in TINY_GPT if not each.startswith("wandb")]
 
@@ -70,8 +71,11 @@ def test_an_optimizer_of_the_users_is_named_with_its_line(tmp_path, monkeypatch,
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     words = ["--config-dir", str(tmp_path / "conf"), "optimizer=mine", *GPT, "--json", "--only", "optimizer"]
-    assert command.run(words) == 1
-    found = json.loads(capsys.readouterr().out)
+    assert main(["check", *words]) == 1
+    seen = capsys.readouterr()
+    found = json.loads(seen.out)
+    assert seen.err.startswith("stabletrain: check: preflight: 1 fault, ")
+    assert not [*differences(found, shape("check"))]
     [fault] = [each for each in found["findings"] if each["verdict"] == "fault"]
     assert found["faults"] == 1
     assert fault["line"].endswith("dividing.py:12")
@@ -90,7 +94,7 @@ def test_an_optimizer_of_the_users_is_named_with_its_line(tmp_path, monkeypatch,
     ids=str,
 )
 def test_a_mistake_is_one_line_and_code_2(words, said, capsys):
-    assert command.run([*GPT, *words]) == 2
+    assert main(["check", *GPT, *words]) == 2
     seen = capsys.readouterr()
     assert said in seen.err
     assert seen.err.count("\n") == 1
@@ -100,10 +104,10 @@ def test_a_mistake_is_one_line_and_code_2(words, said, capsys):
 def test_under_torchrun_the_first_process_checks_the_batches_of_all_ranks(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert command.run(GPT) == 0
+    assert main(["check", *GPT]) == 0
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("RANK", "0")
-    assert command.run([*GPT, "--only", "data"]) == 0
+    assert main(["check", *GPT, "--only", "data"]) == 0
     assert "of 2 ranks" in capsys.readouterr().out
 
 
