@@ -1,6 +1,7 @@
-"""Preflight's proof set: each planted fault is silent and real, and each clean program is clean.
+"""Preflight's proof set: each planted fault is silent and real, and each clean program is clean; the checks tell them.
 
-The table: `python -m tests.reliability.preflight`.
+The table of the programs: `python -m tests.reliability.preflight`; what is found: `... .preflight.score`, of all programs.
+Here each variant is planted in one loop.
 """
 
 import inspect
@@ -13,6 +14,7 @@ from tests.reliability.preflight.clean import CLEAN, SkipsNotFinite
 from tests.reliability.preflight.faults import FAULTY, GROUPS, KINDS
 from tests.reliability.preflight.faults.fault import Fault, Program
 from tests.reliability.preflight.loops import LOOPS
+from tests.reliability.preflight.score import checked
 
 QUICK = ("wrong_factor", "last_partial", "scaler_not_restored", "label_range", "near_range", "zero_gradient")
 """Kinds of the fast tier."""
@@ -98,3 +100,18 @@ def test_a_clean_program_trains_and_resumes_bit_for_bit(program):
     assert evidence.differ(evidence.state(program.make()), evidence.state(loop))
     assert evidence.resumed(program, 1) == []
     assert loop.compiled or all(evidence.special_steps(program).values())  # an optimizer is not compiled
+
+
+@pytest.mark.slow(unless=lambda kind: kind in ("wrong_factor", "scaler_not_restored"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_checks_find_a_planted_fault(kind):
+    variants = {each.fault: each for each in reversed(FAULTY) if each.fault.kind == kind}
+    for program in variants.values():
+        found = checked(program)
+        assert found.found, (program.name, found.findings)
+
+
+@pytest.mark.slow(unless=lambda program: program.name in QUICK_CLEAN)
+@pytest.mark.parametrize("program", CLEAN, ids=lambda program: program.name)
+def test_the_checks_call_nothing_of_a_clean_program_a_fault(program):
+    assert checked(program).faults == []
