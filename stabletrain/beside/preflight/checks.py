@@ -29,12 +29,15 @@ CHECKS: dict[str, Check] = {
 """Every check by its name, in their order."""
 
 
-def check_loop(make: Callable[[], object], only: Iterable[str] = ()) -> Report:
+def check_loop(
+    make: Callable[[], object], only: Iterable[str] = (), tell: Callable[[Finding], object] = lambda finding: None
+) -> Report:
     """Runs the checks on fresh loops; nothing else is changed.
 
     Args:
         make: builds everything anew, as the script does when it starts; see `loop.Loop` for what it returns.
         only: names of checks; empty for all.
+        tell: is called with each finding as soon as it is known.
 
     Raises:
         ConfigError: `make` returned something else, or there is no such check.
@@ -50,11 +53,14 @@ def check_loop(make: Callable[[], object], only: Iterable[str] = ()) -> Report:
         maker = Maker(make)
         for name in names or CHECKS:
             try:
-                found += CHECKS[name](maker)
+                of_check = CHECKS[name](maker)
             except ConfigError:
                 raise
             except Exception as error:  # of the user's code, which works in training, or of the check
-                found.append(Finding(name, "not checked", f"it failed with {type(error).__name__}: {error}"))
+                of_check = [Finding(name, "not checked", f"it failed with {type(error).__name__}: {error}")]
+            for each in of_check:
+                tell(each)
+            found += of_check
     return Report(found, time.perf_counter() - began, compiler_seconds() - compiled)
 
 

@@ -7,7 +7,7 @@ first process checks alone, with the batches of every rank.
 import argparse
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from stabletrain.printable import say
 from stabletrain.tracking.metrics import print_json
 
 if TYPE_CHECKING:
+    from stabletrain.beside.preflight.finding import Finding
     from stabletrain.beside.preflight.report import Report
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -44,19 +45,28 @@ def check(chosen: argparse.Namespace) -> None:
         os.environ.pop(name, None)
     words = [*chosen.overrides, *chosen.more]
     words += [] if chosen.config_dir is None else ["--config-dir", str(chosen.config_dir)]
-    found = check_run(words, [name for name in chosen.only.split(",") if name], ranks)
-    print_json(found.as_json()) if chosen.json else say(found)
+    from stabletrain.beside.preflight.report import lines_of
+
+    tell = (lambda finding: None) if chosen.json else (lambda finding: say(lines_of(finding), flush=True))
+    found = check_run(words, [name for name in chosen.only.split(",") if name], ranks, tell)
+    print_json(found.as_json()) if chosen.json else say(found.summary)
     if found.faults:
         raise StabletrainError(f"check: {found.summary}")
 
 
-def check_run(words: Sequence[str], only: Sequence[str] = (), ranks: int = 1) -> "Report":
+def check_run(
+    words: Sequence[str],
+    only: Sequence[str] = (),
+    ranks: int = 1,
+    tell: Callable[["Finding"], object] = lambda finding: None,
+) -> "Report":
     """Checks the run of a command line.
 
     Args:
         words: as after `stabletrain train`.
         only: names of checks; empty for all.
         ranks: number of ranks that divide a batch among them.
+        tell: is called with each finding as soon as it is known.
 
     Raises:
         ConfigError: the configuration cannot work, or there is no such check.
@@ -75,4 +85,4 @@ def check_run(words: Sequence[str], only: Sequence[str] = (), ranks: int = 1) ->
         tempfile.TemporaryDirectory(prefix="stabletrain-check-") as folder,
     ):
         check_configuration(cfg)
-        return check_loop(maker(cfg, Path(folder), ranks), only)
+        return check_loop(maker(cfg, Path(folder), ranks), only, tell)

@@ -12,6 +12,10 @@ SIGNS = {"fault": "FAULT", "note": "note", "passed": "ok", "not checked": "-"}
 """The verdicts in the first column."""
 
 
+WIDTH = len("accumulation")
+"""Length of the longest name of a check."""
+
+
 @dataclass(frozen=True)
 class Report(Sequence[Finding]):
     """What the checks found, a sequence of `Finding`; `print` shows it.
@@ -44,18 +48,8 @@ class Report(Sequence[Finding]):
         return [each for each in self.findings if each.verdict == "fault"]
 
     def __str__(self) -> str:
-        """Returns a line for each finding, the faults' lines in the code and fixes below them, and the count."""
-        width = max((len(each.check) for each in self.findings), default=0)
-        lines = []
-        for each in self.findings:
-            why = "not checked: " if each.verdict == "not checked" else ""
-            lines.append(f"{SIGNS[each.verdict]:<5}  {each.check:<{width}}  {why}{each.text}")
-            indent = " " * (width + 9)
-            if each.line:
-                lines.append(f"{indent}at   {shown(each.line)}")
-            if each.fix:
-                lines.append(f"{indent}fix: {each.fix}")
-        return "\n".join([*lines, self.summary])
+        """Returns the lines of each finding, and the count."""
+        return "\n".join([*map(lines_of, self.findings), self.summary])
 
     @property
     def summary(self) -> str:
@@ -84,6 +78,15 @@ class Report(Sequence[Finding]):
                 for each in self.findings
             ],
         }
+
+
+def lines_of(finding: Finding) -> str:
+    """Returns a finding in a line, with its place in the code and its fix in lines below."""
+    why = "not checked: " if finding.verdict == "not checked" else ""
+    lines = [f"{SIGNS[finding.verdict]:<5}  {finding.check:<{WIDTH}}  {why}{finding.text}"]
+    lines += [f"at   {shown(finding.line)}"] if finding.line else []
+    lines += [f"fix: {finding.fix}"] if finding.fix else []
+    return f"\n{' ' * (WIDTH + 9)}".join(lines)
 
 
 def plural(count: int, noun: str) -> str:

@@ -111,11 +111,11 @@ def test_the_report_shows_verdict_line_and_fix():
         [wrong, Finding("data", "passed", "9 batches"), Finding("order", "not checked", "no step")], 1.234, 0.5
     )
     assert str(report).splitlines() == [
-        "FAULT  resume  the moments are lost",
-        "               at   /x/train.py:7",
-        "               fix: load them",
-        "ok     data    9 batches",
-        "-      order   not checked: no step",
+        "FAULT  resume        the moments are lost",
+        "                     at   /x/train.py:7",
+        "                     fix: load them",
+        "ok     data          9 batches",
+        "-      order         not checked: no step",
         "preflight: 1 fault, 0 notes, 1 passed, 1 not checked; 1.2 s, of which the compiler took 0.5 s",
     ]
     assert report.faults == [wrong]
