@@ -1,6 +1,6 @@
 """Preflight's proof set: each planted fault is silent and real, and each clean program is clean; the checks tell them.
 
-The table of the programs: `python -m tests.reliability.preflight`; what is found: `... .preflight.score`, of all programs.
+Tables: `python -m tests.reliability.preflight` has the programs, `... .preflight.score` what is found, of all of them.
 Here each variant is planted in one loop.
 """
 
