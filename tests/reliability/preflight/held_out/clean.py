@@ -583,7 +583,7 @@ class Centralized(Metric):
 
 
 @clean
-class AcrossCalls(Translation):
+class AcrossCalls(Recommender):
     """Accumulates over two calls of `step`: the first moves nothing, and the second finds gradients that are left."""
 
     def __init__(self):
@@ -591,13 +591,14 @@ class AcrossCalls(Translation):
         self.pending = 0
 
     def step(self, batch):
-        self.model.train()
         (self.loss(batch) / 2).backward()
         self.pending += 1
-        if self.pending == 2:
-            self.apply()
-            self.optim.zero_grad()
-            self.pending = 0
+        if self.pending < 2:
+            return
+        for each in (*self.optimizers, *self.schedulers):
+            each.step()
+        self.model.zero_grad()
+        self.pending = 0
 
     def save(self):
         grads = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]

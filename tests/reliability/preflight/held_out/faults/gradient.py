@@ -88,6 +88,13 @@ class PythonInCheckpoint(ViT):
     def build_model(self):
         return PythonPatches(self.classes)
 
+    def save(self):
+        return {**super().save(), "python": random.getstate()}
+
+    def load(self, state):
+        super().load(state)
+        random.setstate(state["python"])
+
 
 # ---- wrong_factor
 
