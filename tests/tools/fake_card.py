@@ -57,6 +57,7 @@ READERS = {
     "guard/checks/state_check.py:holds": "checks the state once more before it is evaluated or saved",
     "guard/checks/state_check.py:restored": "checks a state that was put back",
     "forensics/": "explains a step after it has failed",
+    "beside/preflight/": "looks at the run once, before its first step",
 }
 """Functions, files and folders of the package that may read values on the host, and why."""
 
@@ -65,6 +66,7 @@ WAITERS = {
     "data/": "makes batches, before they are moved",
     "beside/faults/": "injects a fault",
     "forensics/": "explains a step after it has failed",
+    "beside/preflight/": "looks at the run once, before its first step",
     "stability/precision/loss_scale.py:load_state_dict": "a replay sets the loss scale of its step",
 }
 """Functions, files and folders that may wait for the device, or for a copy to or from it, and why."""
@@ -80,6 +82,7 @@ HOST = {
     "data/": "makes batches",
     "beside/faults/": "injects a fault, in data that are on the host too",
     "forensics/": "an incident's batch is on the host",
+    "beside/preflight/": "looks at the first batches, which are on the host",
     "stability/precision/loss_scale.py:load_state_dict": "a replay sets the loss scale of its step",
 }
 """Functions, files and folders that may compute on host tensors, and why."""
