@@ -559,7 +559,7 @@ def same_from_here(one, other, history, seeds):
 def test_the_walk_reaches_every_class_with_a_state_and_each_has_a_feeder():
     kinds = {kind for _, kind in found()}
     reached = {base for kind in kinds for base in kind.__mro__ if "load_state_dict" in vars(base)} | kinds
-    # The callback has only the state of its guard; its test is in tests/beside/adapters/test_lightning.py. The other one
+    # The callback has only the state of its guard; its test is in tests/beside/adapters/test_lightning.py. The other
     # has only that of its precision, and is made for a check.
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in reached}
     alone = {"stabletrain.beside.adapters.lightning.GuardCallback", "stabletrain.beside.preflight.own_run.LossScale"}
