@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,74 +98,114 @@ def record_step(loop: Loop, number: int = 0, batch: Any = None) -> RecordedStep:
 @contextmanager
 def recording(loop: Loop) -> Generator[RecordedStep, None, None]:
     """Records the step that is taken inside."""
-    step = RecordedStep()
-    numbers = {id(each): index for index, each in enumerate(loop.optimizers)}
-    names = {id(each): loop.name_of(each) for optimizer in loop.optimizers for each in parameters_of(optimizer)}
-    names |= {id(each): name for name, each in loop.model.named_parameters()}
-    parameters = {names[id(each)]: each for optimizer in loop.optimizers for each in parameters_of(optimizer)}
-    parameters |= dict(loop.model.named_parameters())
-    stepping: list[int] = []  # an optimizer may be made of others, which step within its step
+    recorder = Recorder(loop)
+    with recorder.installed(), ExitStack() as stack:
+        for index, each in enumerate(loop.schedulers):
+            stack.enter_context(replaced(each, "step", functools.partial(recorder.scheduler, index)))
+        yield recorder.step
 
-    def add(kind: str, index: int = -1) -> None:
-        step.events.append(Event(kind, index, users_line()))
 
-    def copies(of: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: each.grad.detach().clone() for name, each in of.items() if each.grad is not None}
+class Recorder:
+    """Records what a loop calls.
 
-    def backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not step.calls("backward"):
-            step.left = {name: each for name, each in copies(parameters).items() if bool(each.any())}
-            step.training = loop.model.training
-            step.evaluating = [name for name, module in loop.model.named_modules() if not module.training]
-        for name in parameters.keys() - step.cleared:
-            gradient = parameters[name].grad
+    Args:
+        loop: of which the calls are.
+
+    Attributes:
+        step: the step that is recorded.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.step = loop, RecordedStep()
+        self._stepping: list[int] = []  # an optimizer may be made of others, which step within its step
+        self.name_parameters()
+
+    def name_parameters(self) -> None:
+        """Names the parameters of the loop's model and optimizers."""
+        held = [each for optimizer in self.loop.optimizers for each in parameters_of(optimizer)]
+        self.names = {id(each): self.loop.name_of(each) for each in held}
+        self.names |= {id(each): name for name, each in self.loop.model.named_parameters()}
+        self.parameters = {self.names[id(each)]: each for each in held}
+        self.parameters |= dict(self.loop.model.named_parameters())
+
+    def number_of(self, optimizer: Any) -> int:
+        """Returns the number of an optimizer; -1 if it is none of the loop's."""
+        return next((index for index, each in enumerate(self.loop.optimizers) if each is optimizer), -1)
+
+    def add(self, kind: str, index: int = -1) -> None:
+        """Adds an event, at the user's line that is running."""
+        self.step.events.append(Event(kind, index, users_line()))
+
+    @contextmanager
+    def installed(self) -> Generator[None, None, None]:
+        """Records the calls inside; those of schedulers are told by the caller."""
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self.before).remove)
+            stack.callback(register_optimizer_step_post_hook(self.after).remove)
+            stack.enter_context(replaced(torch.autograd, "backward", self.backward))
+            stack.enter_context(replaced(Optimizer, "zero_grad", self.zero_grad))
+            stack.enter_context(replaced(nn.Module, "zero_grad", self.zero_grad))
+            calls = {"scale": "scale", "unscale_": "unscale", "step": "scaler_step", "update": "scaler_update"}
+            for name, kind in calls.items():
+                stack.enter_context(replaced(GradScaler, name, functools.partial(self.scaler, kind)))
+            yield
+
+    # ---- what is called in place of each
+
+    def backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a backward pass."""
+        if not self.step.calls("backward"):
+            left = copies(self.parameters)
+            self.step.left = {name: each for name, each in left.items() if bool(each.any())}
+            self.step.training = self.loop.model.training
+            modules = self.loop.model.named_modules()
+            self.step.evaluating = [name for name, module in modules if not module.training]
+        for name in self.parameters.keys() - self.step.cleared:
+            gradient = self.parameters[name].grad
             if gradient is None or not gradient.any():
-                step.cleared.add(name)
+                self.step.cleared.add(name)
         value = run(*args, **kwargs)
-        add("backward")
-        step.gradients = copies(parameters)
+        self.add("backward")
+        self.step.gradients = copies(self.parameters)
         return value
 
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        index = numbers.get(id(optimizer), -1)
-        stepping.append(index)
-        if index < 0 and len(stepping) > 1:
+    def before(self, optimizer: Optimizer, *_: Any) -> None:
+        """Is called before an optimizer's step."""
+        index = self.number_of(optimizer)
+        self._stepping.append(index)
+        if index < 0 and len(self._stepping) > 1:
             return
-        add("optimizer", index)
-        step.given[index] = copies({names.get(id(each), "?"): each for each in parameters_of(optimizer)})
-        step.lrs[index] = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
-        for number, each in enumerate(loop.schedulers):
-            step.scheduled[number] = [float(rate) for rate in getattr(each, "_last_lr", ())]
+        self.add("optimizer", index)
+        self.step.given[index] = copies({self.names.get(id(each), "?"): each for each in parameters_of(optimizer)})
+        self.step.lrs[index] = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
+        for number, each in enumerate(self.loop.schedulers):
+            self.step.scheduled[number] = [float(rate) for rate in getattr(each, "_last_lr", ())]
 
-    def after(optimizer: Optimizer, *_: Any) -> None:
-        index = stepping.pop()
-        if index >= 0 or not stepping:
-            add("updated", index)
+    def after(self, *_: Any) -> None:
+        """Is called after an optimizer's step."""
+        index = self._stepping.pop()
+        if index >= 0 or not self._stepping:
+            self.add("updated", index)
 
-    def zero_grad(run: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
-        add("zero_grad", numbers.get(id(owner), -1))
+    def zero_grad(self, run: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs `zero_grad` of an optimizer or a module."""
+        self.add("zero_grad", self.number_of(owner))
         return run(owner, *args, **kwargs)
 
-    def scaler(kind: str, run: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
-        add(kind, numbers.get(id(args[0]), -1) if args else -1)
+    def scaler(self, kind: str, run: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method of a scaler."""
+        self.add(kind, self.number_of(args[0]) if args else -1)
         return run(owner, *args, **kwargs)
 
-    def scheduler(index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        add("scheduler", index)
+    def scheduler(self, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the step of a scheduler."""
+        self.add("scheduler", index)
         return run(*args, **kwargs)
 
-    with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(before).remove)
-        stack.callback(register_optimizer_step_post_hook(after).remove)
-        stack.enter_context(replaced(torch.autograd, "backward", backward))
-        stack.enter_context(replaced(Optimizer, "zero_grad", zero_grad))
-        stack.enter_context(replaced(nn.Module, "zero_grad", zero_grad))
-        calls = {"scale": "scale", "unscale_": "unscale", "step": "scaler_step", "update": "scaler_update"}
-        for name, kind in calls.items():
-            stack.enter_context(replaced(GradScaler, name, functools.partial(scaler, kind)))
-        for index, each in enumerate(loop.schedulers):
-            stack.enter_context(replaced(each, "step", functools.partial(scheduler, index)))
-        yield step
+
+def copies(of: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of the gradients of parameters, by name."""
+    return {name: each.grad.detach().clone() for name, each in of.items() if each.grad is not None}
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
