@@ -4,7 +4,7 @@ A `TorchFunctionMode` sees each PyTorch function that the loss calls. It follows
 that targets that are made in the loss, such as the numbers of the rows in a contrastive loss, are not taken for data.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +94,7 @@ class Traced:
 
 def trace(loop: Loop, batch: Any) -> Traced:
     """Calls the loss with a batch; an error that it raises is returned."""
-    tracing = _Tracing(loop.model, batch)
+    tracing = Tracing(loop.model, batch)
     with running(loop.model) as tracing.modules, without_compiler(), ExitStack() as stack:
         stack.callback(loop.model.register_forward_hook(tracing.predicted).remove)
         stack.enter_context(tracing)
@@ -143,30 +143,50 @@ def tensors_of(batch: Any, name: str = "batch") -> dict[str, Tensor]:
     return {place: each for part, value in parts.items() for place, each in tensors_of(value, part).items()}
 
 
-class _Tracing(TorchFunctionMode):
-    """Follows the batch, the weights, and the layers' outputs through the functions that the loss calls."""
+class Tracing(TorchFunctionMode):
+    """Follows the batch, the weights, and the layers' outputs through the functions that the loss calls.
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+    Args:
+        model: whose weights are followed.
+        batch: its tensors are followed.
+        outside: the source of tensors that come from elsewhere; empty if these are not followed.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, outside: str = "") -> None:
         super().__init__()
-        self.batch = tensors_of(batch)
+        self.batch, self._outside = tensors_of(batch), outside
         self.modules: list[str] = []
         self.traced = Traced([], [])
-        # By id; the tensors are kept, so that no other one gets the same id.
-        self._kept: list[Tensor] = [*self.batch.values(), *model.parameters()]
-        self._sources: dict[int, tuple[str, ...]] = {id(each): (name,) for name, each in self.batch.items()}
-        self._of_weights = {id(each) for each in model.parameters()}
+        # By id.
+        self._kept: dict[int, Tensor] = {}
+        self._sources: dict[int, tuple[str, ...]] = {}
+        self._of_weights: set[int] = set()
         self._predictions: set[int] = set()
+        self.add(model, self.batch)
+
+    def add(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+        """Follows the weights of a model and tensors of a batch, by name."""
+        self.batch |= batch
+        self._keep([*batch.values(), *model.parameters()])
+        self._of_weights |= {id(each) for each in model.parameters()}
+        self._sources = {id(each): (name,) for name, each in batch.items()} | self._sources
+
+    def _keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keeps tensors, so that no other one gets the same id."""
+        self._kept |= {id(each): each for each in tensors}
 
     def predicted(self, _module: nn.Module, _given: Any, out: Any) -> None:
         """Notes the model's output as a prediction."""
         self._predictions |= {id(each) for each in tensors_of(out).values()}
-        self._kept += tensors_of(out).values()
+        self._keep(tensors_of(out).values())
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Runs the function unchanged."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         given = [*tensors_of([*args, *kwargs.values()]).values()]
+        if self._outside:
+            self._add_outside(given)
         if name in LOSSES and len(given) > 1:
             self._add_use(name, args, kwargs)
         if name in LAYERS and len(given) > 1:
@@ -174,6 +194,12 @@ class _Tracing(TorchFunctionMode):
         out = func(*args, **kwargs)
         self._follow(name, given, out)
         return out
+
+    def _add_outside(self, given: list[Tensor]) -> None:
+        """Notes tensors that have not been seen before."""
+        new = [each for each in given if id(each) not in self._kept]
+        self._keep(new)
+        self._sources |= {id(each): (self._outside,) for each in new}
 
     def _follow(self, name: str, given: list[Tensor], out: Any) -> None:
         """Notes what the result of a function comes from."""
@@ -183,8 +209,8 @@ class _Tracing(TorchFunctionMode):
         of_weights = any(id(each) in self._of_weights for each in given)
         sources = tuple(dict.fromkeys(source for each in given for source in self._sources.get(id(each), ())))
         same = name in SAME_VALUES and bool(given) and id(given[0]) in self._predictions
+        self._keep(results)
         for each in results:
-            self._kept.append(each)
             if of_weights or each.requires_grad:
                 self._of_weights.add(id(each))
                 self._sources.pop(id(each), None)
@@ -203,7 +229,7 @@ class _Tracing(TorchFunctionMode):
             name,
             target.detach(),
             sources,
-            len(sources) == 1 and _same(target, self.batch[sources[0]]),
+            len(sources) == 1 and sources[0] in self.batch and _same(target, self.batch[sources[0]]),
             id(predicted) in self._predictions,
             classes,
             int(kwargs.get("ignore_index", -100)) if numbers else None,
