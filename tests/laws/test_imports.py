@@ -76,7 +76,7 @@ MAY_SEE = {
     "beside/rate_finder": NOUNS
     | {"beside/comparison", "config", "data", "extension", "guard/policy", "machine", "parallel", "stability", "step"}
     | {"tracking", "trainer"},
-    "beside/script": NOUNS | {"guard", "guard/checks", "parallel"},
+    "beside/script": NOUNS | {"beside/preflight", "guard", "guard/checks", "parallel", "tracking"},
     "beside/slurm": NOUNS
     | {"beside/comparison", "beside/sweep", "cli", "config", "data", "machine", "parallel", "tracking"},
     "beside/sweep": NOUNS | {"cli", "config", "extension", "machine", "parallel", "tracking"},
@@ -135,7 +135,7 @@ TORCH_FREE += ["weights/place"]
 TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved")]
 TORCH_FREE += ["config/composed", "config/resuming", "config/rules"]
 TORCH_FREE += [f"beside/sweep/{name}" for name in ("lines", "member", "plan", "running")]
-TORCH_FREE += ["beside/script/command", "beside/script/start"]
+TORCH_FREE += [f"beside/script/{name}" for name in ("check", "command", "start")]
 TORCH_FREE += ["beside/commands", "beside/extension", "beside/wandb_report", "beside/wandb_sync"]
 
 

@@ -174,7 +174,7 @@ def check(make: Maker) -> list[Finding]:
         found.append(Finding("data", "not checked", f"the loss failed with {type(error).__name__}: {error}"))
     found += [each for value in traced.inputs for each in of_input(value)]
     wrong = any(each.verdict == "fault" for each in found)
-    if not wrong and whole and count > 1 and _key(_batch(loop, count, 0)) == _key(first):
+    if not wrong and whole and count > 1 and key_of(_batch(loop, count, 0)) == key_of(first):
         text = f"the second epoch begins with the same batch as the first, after {count} batches: their order is fixed"
         fix = "shuffle in each epoch, with DistributedSampler by set_epoch(epoch)"
         found.append(Finding("data", "note", text, ("batch",), line, fix))
@@ -261,7 +261,7 @@ def _rows(batch: Any) -> list[int]:
     return [hash(row) for row in zip(*parts, strict=True)]
 
 
-def _key(batch: Any) -> int:
+def key_of(batch: Any) -> int:
     """Returns a number that is equal for batches of the same rows, in any order."""
     return hash(tuple(sorted(_rows(batch))))
 
@@ -442,10 +442,10 @@ def _targets(use: Use, traced: Traced, batch: Any) -> Targets | None:
     if not use.raw and not one_hot:
         return None
     ignored, alone = None if one_hot else use.ignored, len(traced.uses) == 1
-    return Targets(use.sources[0], use.classes, ignored, _compared(use, traced), alone, one_hot, line=use.line)
+    return Targets(use.sources[0], use.classes, ignored, compared(use, traced), alone, one_hot, line=use.line)
 
 
-def _compared(use: Use, traced: Traced) -> bool:
+def compared(use: Use, traced: Traced) -> bool:
     """Whether predictions are compared with these targets, and with no constant ones that the loss makes itself."""
     made = [each.target for each in traced.uses if not each.sources and each.target.numel()]
     return use.predicts and not any(bool((each == each.flatten()[0]).all()) for each in made)
@@ -479,7 +479,7 @@ def _of_made_targets(loop: Loop, traced: Traced, ranks: int, count: int, epoch: 
     for number in made:
         use = traced.uses[number]
         name, alone = listed([*use.sources]), len(traced.uses) == 1
-        targets = Targets(name, use.classes, use.ignored, _compared(use, traced), alone, False, use.function, use.line)
+        targets = Targets(name, use.classes, use.ignored, compared(use, traced), alone, False, use.function, use.line)
         found += of_targets(columns[number], targets, whole=count == epoch)
     return found
 

@@ -17,11 +17,15 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from stabletrain.beside.script.check import Check, Ended
 from stabletrain.beside.script.start import start
 from stabletrain.errors import TrainingHalted
 from stabletrain.printable import say
+
+if TYPE_CHECKING:
+    from stabletrain.beside.preflight.report import Report
 
 PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
@@ -31,6 +35,7 @@ and its output are those without the guard."""
 
 EXAMPLES = """examples:
   stabletrain run train.py --lr 1e-3
+  stabletrain run --check train.py --lr 1e-3
   stabletrain run --folder runs/1/incidents -m mypackage.train --lr 1e-3
   torchrun --nproc_per_node=2 -m stabletrain run train.py --lr 1e-3
 in a notebook: %load_ext stabletrain"""
@@ -41,8 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = (
-        "stabletrain run [-h] [--folder FOLDER] [--rollback] [--max-incidents N] [--loss KIND] [-m] script [args ...]"
+        "stabletrain run [-h] [--folder FOLDER] [--rollback] [--max-incidents N] [--loss KIND] [-m] script [args ...]\n"
+        "       stabletrain run --check [--json] [-m] script [args ...]"
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="guard nothing: check the first updates for silent faults, end the script, and exit with 1 if there is one",
+    )
+    parser.add_argument("--json", action="store_true", help="with --check: print the findings as JSON")
     parser.add_argument("--folder", default="incidents", help="where incidents are written (default: %(default)s)")
     parser.add_argument(
         "--rollback", action="store_true", help="keep snapshots, and go back to one if skipping does not help"
@@ -74,6 +86,8 @@ def run(typed: Sequence[str]) -> int:
         parser.error(f"--max-incidents {chosen.max_incidents} is below 0: 10 is usual, 0 explains none")
     if not chosen.folder:
         parser.error("--folder is empty, perhaps from a variable that is not set: name a folder")
+    if chosen.json and not chosen.check:
+        parser.error("--json prints the findings of --check, which is not given; fix: --check --json")
     return run_script(chosen)
 
 
@@ -85,12 +99,17 @@ def run_script(chosen: argparse.Namespace) -> int:
         why = f"[Errno {error.errno}] {error.strerror}"  # in Python's words, and with its exit code
         say(f"stabletrain run: can't open file {error.filename!r}: {why}", file=sys.stderr)
         return 2
-    options = {name: getattr(chosen, name) for name in ("max_incidents", "rollback", "loss")}
-    start(folder=os.path.abspath(chosen.folder), **options)
+    check = Check(show_as_json if chosen.json else show) if chosen.check else None
+    if check is None:
+        options = {name: getattr(chosen, name) for name in ("max_incidents", "rollback", "loss")}
+        start(folder=os.path.abspath(chosen.folder), **options)
+    else:
+        check.begin()
     set_path(chosen.script, is_module=chosen.module)
     sys.argv = ["-m" if chosen.module else chosen.script, *chosen.words]
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main).update(__builtins__=builtins)
+    found = 0
     try:
         if source is None:
             vars(runpy)["_run_module_as_main"](chosen.script)  # what `python -m` itself runs
@@ -98,11 +117,31 @@ def run_script(chosen: argparse.Namespace) -> int:
             path = absolute(chosen.script)
             vars(main).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
             exec(compile(source, path, "exec", dont_inherit=True), vars(main))
-    except SystemExit:
-        raise
+    except (Ended, SystemExit) as ended:
+        found = 0 if check is None else check.end()
+        if isinstance(ended, SystemExit) and (ended.code or check is None):
+            raise
     except BaseException as error:
+        if check is not None:
+            check.end()
         return code_after(error)
-    return 0
+    else:
+        found = 0 if check is None else check.end()
+    return found
+
+
+def show(report: "Report") -> int:
+    """Prints what a check has found; returns the exit code."""
+    say(report, flush=True)
+    return 1 if report.faults else 0
+
+
+def show_as_json(report: "Report") -> int:
+    """Prints it as JSON."""
+    from stabletrain.tracking.metrics import print_json
+
+    print_json(report.as_json())
+    return 1 if report.faults else 0
 
 
 def absolute(script: str) -> str:
