@@ -442,10 +442,10 @@ def _targets(use: Use, traced: Traced, batch: Any) -> Targets | None:
     if not use.raw and not one_hot:
         return None
     ignored, alone = None if one_hot else use.ignored, len(traced.uses) == 1
-    return Targets(use.sources[0], use.classes, ignored, compared(use, traced), alone, one_hot, line=use.line)
+    return Targets(use.sources[0], use.classes, ignored, _compared(use, traced), alone, one_hot, line=use.line)
 
 
-def compared(use: Use, traced: Traced) -> bool:
+def _compared(use: Use, traced: Traced) -> bool:
     """Whether predictions are compared with these targets, and with no constant ones that the loss makes itself."""
     made = [each.target for each in traced.uses if not each.sources and each.target.numel()]
     return use.predicts and not any(bool((each == each.flatten()[0]).all()) for each in made)
@@ -479,7 +479,7 @@ def _of_made_targets(loop: Loop, traced: Traced, ranks: int, count: int, epoch: 
     for number in made:
         use = traced.uses[number]
         name, alone = listed([*use.sources]), len(traced.uses) == 1
-        targets = Targets(name, use.classes, use.ignored, compared(use, traced), alone, False, use.function, use.line)
+        targets = Targets(name, use.classes, use.ignored, _compared(use, traced), alone, False, use.function, use.line)
         found += of_targets(columns[number], targets, whole=count == epoch)
     return found
 

@@ -98,12 +98,8 @@ def check(make: Maker) -> list[Finding]:
     found: list[Finding] = []
     used, fresh = make(), make()
     sparse = take_real_step(used)
-    for index, optimizer in enumerate(used.optimizers):
-        name = f"{type(optimizer).__name__} (optimizers.{index})"
-        if needs_closure(optimizer):
-            found.append(Finding("optimizer", "not checked", f"{name} needs a closure, which computes new gradients"))
-        else:
-            found += check_optimizer(used, fresh, index, sparse)
+    for index in range(len(used.optimizers)):
+        found += check_optimizer(used, fresh, index, sparse)
     return found
 
 
@@ -118,6 +114,8 @@ def check_optimizer(used: Loop, fresh: Loop, index: int, sparse: set[Tensor]) ->
     """
     optimizer = used.optimizers[index]
     name = f"{type(optimizer).__name__} (optimizers.{index})"
+    if needs_closure(optimizer):
+        return [Finding("optimizer", "not checked", f"{name} needs a closure, which computes new gradients")]
     cases = [(fresh, "the first step"), (used, "a step after a real one")]
     found: list[Finding] = []
     if not update_is_finite(used.model, optimizer):

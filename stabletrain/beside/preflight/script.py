@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from stabletrain.beside.preflight.data import Targets, compared, data_of, key_of, of_input
+from stabletrain.beside.preflight.data import Targets, data_of, key_of, of_input
 from stabletrain.beside.preflight.finding import Finding, listed
 from stabletrain.beside.preflight.functions import Call, check_call
 from stabletrain.beside.preflight.headroom import Numerics, headroom_of
@@ -30,7 +30,7 @@ from stabletrain.beside.preflight.recording import RecordedStep, parameters_of
 from stabletrain.beside.preflight.report import Report
 from stabletrain.beside.preflight.schedulers import schedulers
 from stabletrain.beside.preflight.structure import groups, passed, updated_twice
-from stabletrain.beside.preflight.tracing import LOSSES, Traced
+from stabletrain.beside.preflight.tracing import LOSSES, Named, Traced
 from stabletrain.beside.preflight.untrained import Gradients
 from stabletrain.beside.preflight.while_scaled import Change, of_changes, wrongly_unscaled
 from stabletrain.guard.gradients import BareTensors
@@ -103,6 +103,7 @@ class Script:
         step: that is recorded now.
         steps: those that have ended, without their gradients.
         traced: the first loss, with its targets and the inputs of the first layers; None if it could not be traced.
+        untraced: why it could not be, in words.
         numerics: what was measured in the first forward pass.
         functions: the first call of each autograd function of the user's.
         made: all optimizers that the script has made, and the user's line that made each.
@@ -113,6 +114,7 @@ class Script:
         self.loop, self.step = loop, ScriptStep()
         self.steps: list[ScriptStep] = []
         self.traced: Traced | None = None
+        self.untraced = "no call of a module that is trained was seen"
         self.numerics = Numerics()
         self.functions: list[Call] = []
         self.fresh: dict[int, Loop | Exception] = {}
@@ -195,15 +197,16 @@ class Script:
         """Checks the inputs of the modules, and the targets of the losses."""
         steps = [step for step in self.steps if step.inputs or step.targets]
         if not steps:
-            return [Finding("data", "not checked", "no inputs were seen of a module that is trained")]
+            return [Finding("data", "not checked", self.untraced)]
         names = target_names(self.traced)
-        batches = [step.inputs | dict(zip(names, step.targets, strict=False)) for step in steps]
+        batches = [Named(step.inputs | dict(zip(names, step.targets, strict=False))) for step in steps]
         found, kept = self.repeated([step for step in steps if step.inputs]), {}
         for batch in batches:
             kept.setdefault(key_of(batch), batch)
-        found += data_of([[*kept.values()]], targets_of(self.traced), line=steps[0].line)
+        alone = len(self.loop.optimizers) == 1 and all(len(step.targets) <= 1 for step in steps)
+        found += data_of([[*kept.values()]], targets_of(self.traced, alone=alone), line=steps[0].line)
         if self.traced is None:
-            text = "targets and the inputs of layers were not looked at: the script compiles its model, or has several ranks"
+            text = f"targets and the inputs of layers were not looked at: {self.untraced}"
             found.append(Finding("data", "not checked", text))
         else:
             found += [each for value in self.traced.inputs for each in of_input(value)]
@@ -212,7 +215,7 @@ class Script:
 
     def repeated(self, steps: Sequence[ScriptStep]) -> list[Finding]:
         """Finds steps with the inputs of an earlier one: for certain wrong if each takes a loader's first batch."""
-        keys = [key_of(step.inputs) for step in steps]
+        keys = [key_of(Named(step.inputs)) for step in steps]
         again = [at for at, key in enumerate(keys) if key in keys[:at]]
         if len(again) + 1 < FEWEST:
             return []
@@ -243,7 +246,7 @@ class Script:
                     raise used
                 names = used.parameters
                 own = parameters_of(self.loop.optimizers[index])
-                sparse = {names[self.loop.name_of(each)] for each in own if id(each) in self.sparse}
+                sparse: set[Tensor] = {names[self.loop.name_of(each)] for each in own if id(each) in self.sparse}
                 found += check_optimizer(used, fresh, index, sparse)
         return found or [Finding("optimizer", "not checked", "no optimizer has stepped")]
 
@@ -261,7 +264,8 @@ class Script:
         """Checks the range of weights and moments after the steps, and that of the first forward pass."""
         found = headroom_of(self.loop.model, self.loop.optimizers, self.loop.precision)
         if self.traced is None:
-            return [*found, Finding("headroom", "not checked", "the first forward pass could not be watched")]
+            text = f"the first forward pass was not watched: {self.untraced}"
+            return [*found, Finding("headroom", "not checked", text)]
         found += self.numerics.found()
         wrong = [each for each in found if each.verdict != "passed"]
         return wrong or found
@@ -271,9 +275,6 @@ def report_of(script: Script) -> Report:
     """Returns what all checks say of a script."""
     found: list[Finding] = []
     began = time.perf_counter()
-    if not script.seen.batches:
-        text = "no update was seen: the script has ended before, or trains in another way than by a backward pass and "
-        found.append(Finding("structure", "not checked", f"{text}an optimizer of PyTorch"))
     checks: dict[str, Callable[[], list[Finding]]] = {
         "structure": script.structure,
         "order": script.order,
@@ -282,9 +283,13 @@ def report_of(script: Script) -> Report:
         "gradient": script.gradient,
         "headroom": script.headroom,
     }
+    if not script.seen.batches:
+        text = "the script has ended before its first update, or trains without a backward pass and an optimizer of "
+        found = [Finding(name, "not checked", f"{text}PyTorch") for name in ("structure", "order", "optimizer")]
+        checks = {name: check for name, check in checks.items() if name in ("data", "gradient", "headroom")}
     with nothing_changed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, check in checks.items() if script.loop.optimizers or script.traced else ():
+        for name, check in checks.items():
             try:
                 found += check()
             except Exception as error:  # of the user's code, or of the check
@@ -344,14 +349,16 @@ def target_names(traced: Traced | None) -> list[str]:
     return [f"{use.function} ({at + 1})" if at else use.function for at, use in enumerate(uses)]
 
 
-def targets_of(traced: Traced | None) -> list[Targets]:
-    """Returns which targets of the first losses come from the data, and are not made beside them."""
-    if traced is None:
-        return []
-    named = zip(target_names(traced), traced.uses, strict=True)
-    alone = len(traced.uses) == 1
+def targets_of(traced: Traced | None, *, alone: bool) -> list[Targets]:
+    """Returns which targets of the first losses come from the data, and are not made beside them.
+
+    Args:
+        traced: the first losses.
+        alone: whether each step has one loss: constant targets may be right beside others, as in a GAN.
+    """
+    uses = [] if traced is None else [*zip(target_names(traced), traced.uses, strict=True)]
     return [
-        Targets(name, use.classes, use.ignored, compared(use, traced), alone, line=use.line)
-        for name, use in named
+        Targets(name, use.classes, use.ignored, alone and use.predicts, alone, line=use.line)
+        for name, use in uses
         if use.sources
     ]

@@ -130,10 +130,16 @@ def running(model: nn.Module) -> Generator[list[str], None, None]:
         yield names
 
 
+class Named(dict[str, Tensor]):
+    """A batch whose tensors have names of their own."""
+
+
 def tensors_of(batch: Any, name: str = "batch") -> dict[str, Tensor]:
     """Returns the tensors of a batch by their place: `batch[1]`, `batch['labels']`."""
     if isinstance(batch, Tensor):
         return {name: batch}
+    if isinstance(batch, Named):
+        return dict(batch)
     if isinstance(batch, Mapping):
         parts = {f"{name}[{key!r}]": value for key, value in batch.items()}
     elif isinstance(batch, (list, tuple)):

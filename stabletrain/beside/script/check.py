@@ -42,12 +42,12 @@ class Check:
         self._undo.append(lambda: sys.meta_path.remove(found) if found in sys.meta_path else None)
 
     def end(self) -> int:
-        """Ends the watch, prints the report, and returns the exit code."""
+        """Ends the watch, shows the report, and returns the exit code."""
         from stabletrain.beside.preflight.script import nothing_trained
 
-        report = nothing_trained() if self._recorder is None else self._recorder.report()
+        code = self._show(nothing_trained()) if self._recorder is None else self._recorder.show()
         self.remove()
-        return self._show(report)
+        return code
 
     def remove(self) -> None:
         """Leaves everything as it was."""
@@ -57,21 +57,23 @@ class Check:
             self._undo.pop()()
 
     def _after_torch(self) -> None:
-        """Notices the first optimizer, and whether anything is compiled."""
+        """Notices optimizers, and whether anything is compiled."""
         import torch
         from torch.optim import Optimizer
 
-        prepare, compile_ = vars(Optimizer)["_patch_step_function"], torch.compile
+        prepare, compile_ = vars(Optimizer)["_patch_step_function"], vars(torch)["compile"]
 
-        def first(optimizer: Optimizer) -> None:
+        def noticed(optimizer: Optimizer) -> None:
             prepare(optimizer)
             if self._recorder is None:
+                # Loaded with the first optimizer: a script that trains nothing does not wait for it. What is loaded
+                # makes an optimizer too, which is not the script's.
                 Optimizer._patch_step_function = prepare
-                # Loaded with the first optimizer: a script that trains nothing does not wait for it.
                 from stabletrain.beside.script.recorder import ScriptRecorder
 
                 self._recorder = ScriptRecorder(self._show, compiles=self._compiles)
                 self._recorder.install()
+                Optimizer._patch_step_function = noticed  # ty: ignore[invalid-assignment]
             self._recorder.notice(optimizer)
 
         def compiling(*args: object, **kwargs: object) -> object:
@@ -80,8 +82,8 @@ class Check:
                 self._recorder.notice_compiler()
             return compile_(*args, **kwargs)
 
-        Optimizer._patch_step_function = first  # ty: ignore[invalid-assignment]
-        torch.compile = compiling
+        Optimizer._patch_step_function = noticed  # ty: ignore[invalid-assignment]
+        vars(torch)["compile"] = compiling
         self._undo += [
             partial(setattr, Optimizer, "_patch_step_function", prepare),
             partial(setattr, torch, "compile", compile_),

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="guard nothing: check the first updates for silent faults, end the script, and exit with 1 if there is one",
+        help="guard nothing: check the first updates for silent faults, end the script, exit with 1 if there is one",
     )
     parser.add_argument("--json", action="store_true", help="with --check: print the findings as JSON")
     parser.add_argument("--folder", default="incidents", help="where incidents are written (default: %(default)s)")

@@ -7,16 +7,16 @@
 | a scheduler, a scaler | the script calls its `step` |
 | targets | the script calls a loss function, between such a call and the backward pass |
 
-A recorded step ends where the first call of a trained module, or the first backward pass, after an update begins. Nothing is added to the script's objects but
-hooks of modules while these run, and nothing draws random numbers. Once enough is recorded the checks run, on copies,
-and the next call of a module, or the next backward pass, raises `Ended`.
+A recorded step ends where the first call of a trained module, or the first backward pass, after an update begins.
+Nothing is added to the script's objects but hooks of modules while these run, and no random numbers are drawn. Once
+enough is recorded the checks run, on copies, and the next call of a module or backward pass raises `Ended`.
 """
 
 import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from stabletrain.beside.preflight.functions import recorded_calls
 from stabletrain.beside.preflight.recording import Recorder, parameters_of, replaced, users_line
 from stabletrain.beside.preflight.report import Report
 from stabletrain.beside.preflight.script import LossCalls, Script, ScriptStep, bare_loop, copied, report_of
-from stabletrain.beside.preflight.tracing import Tracing, running, tensors_of
+from stabletrain.beside.preflight.tracing import Named, Tracing, running, tensors_of
 from stabletrain.beside.preflight.while_scaled import change_of
 from stabletrain.beside.script.check import Ended
 from stabletrain.beside.script.model import model_of
@@ -48,6 +48,8 @@ MOST_CALLS = 1000
 
 MOST_NUMBERS = 2**27
 """Most numbers of batches that are kept: half a GiB in fp32."""
+
+COMPILED = "the script calls torch.compile, and the compiler must not meet what watches it"
 
 PATIENCE = 10
 """How often `Ended` is raised. A script that catches even that would go on for ever."""
@@ -76,7 +78,7 @@ class ScriptRecorder(Recorder):
         self._kinds: set[type[LRScheduler]] = set()  # of schedulers, whose step is recorded
         self._report: Report | None = None
         self._updates = self._calls = self._numbers = self._raised = 0
-        self._named = self._inside = self._scheduling = False
+        self._named = self._inside = self._scheduling = self._ended = False
         self._process = os.getpid()
 
     def install(self) -> None:
@@ -85,7 +87,9 @@ class ScriptRecorder(Recorder):
         self._undo.enter_context(replaced(Tensor, "backward", self._begin_backward))
         self._undo.enter_context(replaced(DataLoader, "__iter__", self._iterate))
         self._undo.callback(self._watch.close)
-        if not self._compiles:
+        if self._compiles:
+            self.notice_compiler()
+        else:
             self._watch.enter_context(replaced(nn.Module, "__call__", self._call))
 
     def remove(self) -> None:
@@ -103,17 +107,21 @@ class ScriptRecorder(Recorder):
 
     def notice_compiler(self) -> None:
         """Ends the watch of modules and losses: the compiler would trace it, and compile something else."""
-        self._compiles = True
+        self._compiles, self._script.untraced = True, COMPILED
         self._close_region()
         self._watch.close()
 
-    def report(self) -> Report:
-        """Returns what the checks say of what has been recorded; of several processes the first one has it checked."""
-        if self._report is None:
+    def show(self) -> int:
+        """Ends the recording, and shows what the checks say of it; of several ranks the first. Returns the exit code."""
+        report = self._checked()
+        return 0 if report is None else self._show(report)
+
+    def _checked(self) -> Report | None:
+        """Ends the recording, and returns what the checks say of it; None on other ranks than the first."""
+        if not self._ended:
+            self._ended = True
             self.remove()
-            if current_ranks().rank > 0:
-                self._report = Report([])
-            else:
+            if current_ranks().is_main:
                 self._name_model()
                 self._add_idle_optimizers()
                 self._script.end_step()
@@ -124,7 +132,7 @@ class ScriptRecorder(Recorder):
 
     def _finish(self) -> None:
         """Has the checks made, and ends the script now; or with its next call, if it goes on all the same."""
-        self.report()
+        self._checked()
         self._undo.enter_context(replaced(torch.autograd, "backward", self._end))
         self._undo.enter_context(replaced(nn.Module, "__call__", self._end))
         self._end(self._finish)
@@ -135,7 +143,7 @@ class ScriptRecorder(Recorder):
             return run(*args, **kwargs)
         self._raised += 1
         if self._raised > PATIENCE:
-            code = self._show(self.report())
+            code = self.show()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -238,10 +246,8 @@ class ScriptRecorder(Recorder):
 
     def _iterate(self, run: Callable[..., Any], loader: Any) -> Any:
         """Makes an iterator of a data loader."""
-        try:
+        with suppress(TypeError):  # of an `IterableDataset` without length
             self.step.iterators.append((len(loader), users_line()))
-        except TypeError:  # of an `IterableDataset` without length
-            pass
         return run(loader)
 
     # ---- the model, its inputs and its losses
@@ -271,7 +277,8 @@ class ScriptRecorder(Recorder):
         self._numbers += sum(each.numel() for each in given.values())
         if self._numbers <= MOST_NUMBERS:
             self.step.add_call(module, given, users_line())
-        if current_ranks().world_size > 1:
+        if current_ranks().distributed:
+            self._script.untraced = "several ranks train"
             return run(module, *args, **kwargs)
         self._open_region(module, given)
         if not isinstance(self._losses, Tracing):
@@ -291,7 +298,7 @@ class ScriptRecorder(Recorder):
             return
         if self._script.traced is None:
             self._script.note_precision(module)
-            self._losses = Tracing(module, given, outside="targets")
+            self._losses = Tracing(module, Named(given), outside="targets")
             self._script.traced = self._losses.traced
             self._script.functions = self._region.enter_context(recorded_calls(bare_loop(module)))
             self._region.enter_context(self._script.numerics)
@@ -313,7 +320,7 @@ class ScriptRecorder(Recorder):
         if self._named:
             return
         self._named = True
-        found = {id(each): each for module in self._called for each in module.parameters()}
+        found: dict[int, Tensor] = {id(each): each for module in self._called for each in module.parameters()}
         called = {*found}
         for optimizer in self._made:
             own = parameters_of(optimizer)
