@@ -64,7 +64,8 @@ class ScriptStep(RecordedStep):
     Attributes:
         inputs: of the modules called, by name; copies on the CPU.
         targets: of the losses, in their order; copies on the CPU.
-        line: of the user's code that calls the first of these modules; empty if none was seen.
+        calls_made: number of calls of such modules.
+        line: of the user's code that makes the first of them; empty if none was seen.
         iterators: for each iterator of a data loader that was made, the loader's length and the line.
         scale: the loss scale; 0 if no loss was scaled.
         changes: of gradients while they are scaled.
@@ -72,6 +73,7 @@ class ScriptStep(RecordedStep):
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     targets: list[Tensor] = field(default_factory=list)
+    calls_made: int = 0
     line: str = ""
     iterators: list[tuple[int, str]] = field(default_factory=list)
     scale: float = 0.0
@@ -79,11 +81,9 @@ class ScriptStep(RecordedStep):
 
     def add_call(self, module: nn.Module, inputs: Mapping[str, Tensor], line: str) -> None:
         """Adds the inputs of a module; names of a second call have the module's class and a number."""
-        names = {name: name for name in inputs}
-        if self.line:
-            names = {name: f"{type(module).__name__} {len(self.inputs)} {name}" for name in inputs}
-        self.inputs |= {names[name]: each.detach().to("cpu", copy=True) for name, each in inputs.items()}
-        self.line = self.line or line
+        self.line, self.calls_made = self.line or line, self.calls_made + 1
+        start = f"{type(module).__name__} {self.calls_made} " if self.calls_made > 1 else ""
+        self.inputs |= {f"{start}{name}": each.detach().to("cpu", copy=True) for name, each in inputs.items()}
 
     def add_targets(self, targets: Sequence[Tensor]) -> None:
         """Adds the targets of losses."""

@@ -43,9 +43,12 @@ class Check:
 
     def end(self) -> int:
         """Ends the watch, shows the report, and returns the exit code."""
-        from stabletrain.beside.preflight.script import nothing_trained
+        if self._recorder is None:
+            self.remove()  # what is loaded now makes an optimizer
+            from stabletrain.beside.preflight.script import nothing_trained
 
-        code = self._show(nothing_trained()) if self._recorder is None else self._recorder.show()
+            return self._show(nothing_trained())
+        code = self._recorder.show()
         self.remove()
         return code
 

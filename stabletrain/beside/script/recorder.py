@@ -112,7 +112,7 @@ class ScriptRecorder(Recorder):
         self._watch.close()
 
     def show(self) -> int:
-        """Ends the recording, and shows what the checks say of it; of several ranks the first. Returns the exit code."""
+        """Ends the recording and shows what the checks say of it, on the first rank; returns the exit code."""
         report = self._checked()
         return 0 if report is None else self._show(report)
 
