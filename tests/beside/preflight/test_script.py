@@ -301,7 +301,7 @@ def test_a_script_that_catches_errors_is_ended_all_the_same(run):
 
 
 def test_workers_of_a_loader_are_left_alone(run):
-    source = CLEAN.replace("batch_size=8", "batch_size=16, num_workers=1, collate_fn=collate").replace(
+    source = CLEAN.replace("batch_size=8", "batch_size=22, num_workers=1, collate_fn=collate").replace(
         "range(2)", "range(9)"
     )
     collate = "embed = torch.nn.Linear(6, 6)\ndef collate(rows):\n    x, y = zip(*rows)\n"
