@@ -16,4 +16,5 @@
 | own_run | the loop of a configured run |
 | first_step | `check=first_step`, in a run |
 | command | `stabletrain check` |
+| script, while_scaled | what is said of a script that was watched, and of its loss scale |
 """

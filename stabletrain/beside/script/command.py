@@ -31,7 +31,8 @@ PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 DESCRIPTION = """Runs a training script as python does, and guards every optimizer that it makes: a step with NaN, Inf
 or a spike changes nothing, and is explained. The script is not changed. Until something happens, its results
-and its output are those without the guard."""
+and its output are those without the guard. With --check, its first updates are checked instead for what would
+never make a NaN, and it is ended: docs/preflight.md."""
 
 EXAMPLES = """examples:
   stabletrain run train.py --lr 1e-3

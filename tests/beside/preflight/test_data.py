@@ -40,7 +40,7 @@ def loop(change=lambda x, y, step, rank: (x, y), loss=mean_loss, step_of=lambda 
 
 
 def said(make):
-    return check_loop(make, ["data"]).findings
+    return check_loop(make, ["data"])
 
 
 def only(make):

@@ -286,8 +286,8 @@ def test_a_script_that_ends_before_gets_what_could_be_said_and_its_own_exit_code
     assert "structure     not checked: the script has ended before its first update" in out
     assert run("import torch")[:2] == (
         0,
-        "-      structure  not checked: no optimizer of PyTorch was made in this process; of processes that a script "
-        "starts nothing is seen\npreflight: 0 faults, 0 notes, 0 passed, 1 not checked; 0.0 s\n",
+        "-      structure     not checked: no optimizer of PyTorch was made in this process; of processes that a "
+        "script starts nothing is seen\npreflight: 0 faults, 0 notes, 0 passed, 1 not checked; 0.0 s\n",
     )
 
 
