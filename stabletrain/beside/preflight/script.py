@@ -23,7 +23,7 @@ from stabletrain.beside.preflight.finding import Finding, listed
 from stabletrain.beside.preflight.functions import Call, check_call
 from stabletrain.beside.preflight.headroom import Numerics, headroom_of
 from stabletrain.beside.preflight.loop import Loop, nothing_changed
-from stabletrain.beside.preflight.network import in_eval_mode, split_ties
+from stabletrain.beside.preflight.network import in_eval_mode
 from stabletrain.beside.preflight.optimizer import check_optimizer, sample_of
 from stabletrain.beside.preflight.order import LeftOver, misused
 from stabletrain.beside.preflight.recording import RecordedStep, parameters_of
@@ -94,6 +94,11 @@ class ScriptStep(RecordedStep):
         """Whether an optimizer has stepped."""
         return bool(self.calls("updated"))
 
+    def targets_by_row(self) -> list[Tensor]:
+        """Returns the targets with those of a row of the inputs in a row, where they were flattened."""
+        rows = next((len(each) for each in self.inputs.values() if each.ndim), 0)
+        return [each.reshape(rows, -1) if rows and each.numel() % rows == 0 else each for each in self.targets]
+
 
 class Script:
     """What was seen of a script.
@@ -107,6 +112,7 @@ class Script:
         numerics: what was measured in the first forward pass.
         functions: the first call of each autograd function of the user's.
         made: all optimizers that the script has made, and the user's line that made each.
+        ties: tied weights that were split before the first update; later they are different.
         fresh: a copy of each optimizer and its parameters from before its first step, by its number.
     """
 
@@ -122,6 +128,7 @@ class Script:
         self.twice: dict[str, tuple[int, int]] = {}
         self.made: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self.sparse: set[int] = set()  # `id` of parameters with sparse gradients
+        self.ties: list[Finding] = []
         self._misused: list[Finding] = []
         self._scaled: list[Finding] = []
 
@@ -156,7 +163,7 @@ class Script:
         model, optimizers = self.loop.model, self.loop.optimizers
         line = self.made.get(optimizers[0], "") if len(optimizers) == 1 else ""
         found = [replace(each, line=line) for each in groups(model, optimizers, self.seen, self.twice)]
-        found += [*split_ties(model), *self.without_gradient()]
+        found += [*self.ties, *self.without_gradient()]
         for number, step in enumerate(self.steps):
             when = f" from step {number + 1} on" if number else ""
             if step.calls("backward") and (modes := in_eval_mode(model, step.evaluating, when)):
@@ -199,7 +206,7 @@ class Script:
         if not steps:
             return [Finding("data", "not checked", self.untraced)]
         names = target_names(self.traced)
-        batches = [Named(step.inputs | dict(zip(names, step.targets, strict=False))) for step in steps]
+        batches = [Named(step.inputs | dict(zip(names, step.targets_by_row(), strict=False))) for step in steps]
         found, kept = self.repeated([step for step in steps if step.inputs]), {}
         for batch in batches:
             kept.setdefault(key_of(batch), batch)

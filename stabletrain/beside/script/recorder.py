@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from stabletrain.beside.preflight.functions import recorded_calls
+from stabletrain.beside.preflight.network import hidden_tensors, split_ties
 from stabletrain.beside.preflight.recording import Recorder, parameters_of, replaced, users_line
 from stabletrain.beside.preflight.report import Report
 from stabletrain.beside.preflight.script import LossCalls, Script, ScriptStep, bare_loop, copied, report_of
@@ -331,7 +332,15 @@ class ScriptRecorder(Recorder):
             self.loop.model = innermost(model)
         except ConfigError:  # the older FSDP
             self.loop.model = model
+        self._script.ties = split_ties(self.loop.model)
         self.name_parameters()
+
+    def name_parameters(self) -> None:
+        """Names the parameters, and tensors of the model that PyTorch does not see."""
+        super().name_parameters()
+        hidden = hidden_tensors(self.loop.model)
+        self.parameters |= hidden
+        self.names |= {id(each): name for name, each in hidden.items()}
 
     def _add_idle_optimizers(self) -> None:
         """Adds optimizers that have not stepped, and hold parameters of the model that no other one holds."""

@@ -169,6 +169,11 @@ PLANTED = {
         CLEAN.replace("(model.parameters(), lr", "([*model.parameters()][:3], lr"),
         ("structure", "in no group of an optimizer, so never updated: 2.bias (1 of 4 trainable parameters)", 8),
     ),
+    "a layer in a list": (
+        CLEAN.replace("optimizer = ", "model[1].layers = [nn.Linear(8, 8)]\n"
+            "model[1].forward = lambda x: torch.relu(model[1].layers[0](x))\noptimizer = "),
+        ("structure", "the loss depends on 1.layers[0].weight, 1.layers[0].bias, and PyTorch does not see them", 10),
+    ),
     "clipped while scaled": (SCALED, ("order", "clipped to a norm of 0.1 while they are still scaled by 1024", 17)),
     "never unscaled": (
         SCALED.replace("scaler.step(optimizer)", "optimizer.step()").replace("nn.utils.clip_grad_norm_", "print"),
@@ -215,6 +220,17 @@ def test_a_fault_is_named_with_its_line(run, name):
     [(found, said, at)] = faults(out)
     assert (found, at) == (check, f"train.py:{line}")
     assert text in said
+
+
+def test_tied_weights_that_a_copy_has_split_are_seen_before_training_moves_them_apart(run):
+    source = CLEAN.replace("nn.Linear(6, 8)", "nn.Embedding(8, 8)").replace(
+        "torch.randn(64, 6)", "torch.arange(64) % 8"
+    )
+    copies = "model[2] = nn.Linear(8, 8)\nmodel[2].weight.data.copy_(model[0].weight)\n"
+    code, out, _ = run(source.replace("optimizer = ", f"{copies}optimizer = "))
+    [(check, text, _)] = faults(out)
+    assert (code, check) == (1, "structure")
+    assert text.startswith("2.weight equals 0.weight in all 64 values and is another parameter: a copy has split tied")
 
 
 NOT_WRONG = {
