@@ -52,7 +52,8 @@ def waits(loop: Loop, steps: list[RecordedStep]) -> bool:
 class LeftOver:
     """Finds gradients that an optimizer has used in one step, and gets again in the next, added to that step's own.
 
-    A loop that accumulates over calls of `step` is clean: what it adds up no optimizer has used yet.
+    A loop that accumulates over calls of `step` is clean: what it adds up no optimizer has used yet. So is one that
+    writes gradients itself, in place of the old ones.
 
     Attributes:
         used: parameters whose gradient an optimizer has used and that was not missing or 0 at any backward pass since.
@@ -68,7 +69,7 @@ class LeftOver:
         """Adds a step, with its number."""
         self.used -= step.cleared
         given = {name: each for gradients in step.given.values() for name, each in gradients.items()}
-        for name in [name for name in given if name in self.used]:
+        for name in [name for name in given if name in self.used & step.accumulated]:
             self.steps.setdefault(name, []).append(number)
             self.line = self.line or first_line(step)
         self.used |= {name for name, each in given.items() if bool(each.any())}

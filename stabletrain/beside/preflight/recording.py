@@ -42,6 +42,7 @@ class RecordedStep:
         loss: what the loop returned, or what its backward calls differentiated, summed; NaN if unknown.
         left: gradients before the first backward pass that are not 0, by name of the parameter.
         cleared: parameters whose gradient was missing or 0 at the beginning of a backward pass, by name.
+        accumulated: parameters whose gradient a backward pass has changed, by name.
         gradients: copies after the last backward pass, by name; still scaled. A parameter without gradient is missing.
         given: the same when each optimizer steps, of its own parameters, by number of the optimizer.
         lrs: learning rate of each group, `lrs[optimizer][group]`, with which the optimizers stepped.
@@ -54,6 +55,7 @@ class RecordedStep:
     loss: float = float("nan")
     left: dict[str, Tensor] = field(default_factory=dict)
     cleared: set[str] = field(default_factory=set)
+    accumulated: set[str] = field(default_factory=set)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     given: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     lrs: dict[int, list[float]] = field(default_factory=dict)
@@ -164,7 +166,9 @@ class Recorder:
             gradient = self.parameters[name].grad
             if gradient is None or not gradient.any():
                 self.step.cleared.add(name)
+        before = versions(self.parameters)
         value = run(*args, **kwargs)
+        self.step.accumulated |= {name for name, each in versions(self.parameters).items() if each != before.get(name)}
         self.add("backward")
         self.step.gradients = copies(self.parameters)
         return value
@@ -201,6 +205,11 @@ class Recorder:
         """Runs the step of a scheduler."""
         self.add("scheduler", index)
         return run(*args, **kwargs)
+
+
+def versions(of: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Returns a mark of the gradients of parameters, by name; another one if they are written, or replaced."""
+    return {name: (id(each.grad), each.grad._version) for name, each in of.items() if each.grad is not None}
 
 
 def copies(of: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -242,6 +242,10 @@ NOT_WRONG = {
     "accumulated": CLEAN.replace(
         "        loss = ", "        (F.cross_entropy(model(x), y) / 2).backward()\n        loss = 0.5 * "
     ),
+    "gradients written by hand": CLEAN.replace("        optimizer.zero_grad()\n", "").replace(
+        "        loss.backward()", "        given = torch.autograd.grad(loss, [*model.parameters()])\n"
+        "        [setattr(each, 'grad', value) for each, value in zip(model.parameters(), given)]"
+    ),
     "a closure": CLEAN.replace("AdamW(model.parameters(), lr=1e-2)", "LBFGS(model.parameters(), max_iter=2)").replace(
         "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n        optimizer.step()",
         "        def closure():\n            optimizer.zero_grad()\n            loss = F.cross_entropy(model(x), y)\n"
