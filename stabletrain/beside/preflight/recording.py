@@ -46,7 +46,8 @@ class RecordedStep:
         gradients: copies after the last backward pass, by name; still scaled. A parameter without gradient is missing.
         given: the same when each optimizer steps, of its own parameters, by number of the optimizer.
         lrs: learning rate of each group, `lrs[optimizer][group]`, with which the optimizers stepped.
-        scheduled: learning rates that each scheduler has set last when the optimizers stepped, by its number.
+        scheduled: learning rates that each scheduler had set last when an optimizer stepped,
+            `scheduled[optimizer][scheduler]`.
         training: whether the model was in training mode at the first backward pass.
         evaluating: names of the modules that were in eval mode then; the model's own name is empty.
     """
@@ -59,7 +60,7 @@ class RecordedStep:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     given: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     lrs: dict[int, list[float]] = field(default_factory=dict)
-    scheduled: dict[int, list[float]] = field(default_factory=dict)
+    scheduled: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     training: bool = True
     evaluating: list[str] = field(default_factory=list)
 
@@ -182,8 +183,8 @@ class Recorder:
         self.add("optimizer", index)
         self.step.given[index] = copies({self.names.get(id(each), "?"): each for each in parameters_of(optimizer)})
         self.step.lrs[index] = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
-        for number, each in enumerate(self.loop.schedulers):
-            self.step.scheduled[number] = [float(rate) for rate in getattr(each, "_last_lr", ())]
+        rates = [[float(rate) for rate in getattr(each, "_last_lr", ())] for each in self.loop.schedulers]
+        self.step.scheduled[index] = dict(enumerate(rates))
 
     def after(self, *_: Any) -> None:
         """Is called after an optimizer's step."""

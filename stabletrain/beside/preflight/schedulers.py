@@ -28,8 +28,7 @@ def schedulers(loop: Loop, steps: list[RecordedStep], *, whole: bool) -> list[Fi
         else:
             found += (
                 never(index, steps, whole=whole and not isinstance(scheduler, ReduceLROnPlateau))
-                or comes_first(index, optimizer, steps)
-                or twice(index, optimizer, steps)
+                or [*comes_first(index, optimizer, steps), *twice(index, optimizer, steps)]
                 or overwritten(index, optimizer, loop, steps)
             )
     return found
@@ -112,13 +111,16 @@ def overwritten(index: int, optimizer: int, loop: Loop, steps: list[RecordedStep
     a warmup, may adjust it on purpose.
     """
     siblings = [place for place, each in enumerate(loop.schedulers) if optimizer_of(each, loop) == optimizer]
-    steps = [step for step in steps if len(step.scheduled.get(index, ())) == len(step.lrs.get(optimizer, ())) > 0]
-    differ = [step for step in steps if all(step.lrs[optimizer] != step.scheduled[each] for each in siblings)]
+    steps = [step for step in steps if optimizer in step.lrs]
+    steps = [step for step in steps if len(step.scheduled[optimizer][index]) == len(step.lrs[optimizer]) > 0]
+    differ = [
+        step for step in steps if all(step.lrs[optimizer] != step.scheduled[optimizer][each] for each in siblings)
+    ]
     if not differ:
         return []
     groups = range(len(differ[0].lrs[optimizer]))
     used = [[step.lrs[optimizer][group] for step in steps] for group in groups]
-    wanted = [[step.scheduled[index][group] for step in steps] for group in groups]
+    wanted = [[step.scheduled[optimizer][index][group] for step in steps] for group in groups]
     fixed = [group for group in groups if len(set(used[group])) == 1 < len(set(wanted[group]))]
     group = fixed[0] if fixed else 0
     places = (f"schedulers.{index}", f"optimizers.{optimizer}.param_groups[{group}].lr")
@@ -127,6 +129,7 @@ def overwritten(index: int, optimizer: int, loop: Loop, steps: list[RecordedStep
         text += f"it is {used[group][0]:g} in each of {len(steps)} steps, and the scheduler's goes from "
         text += f"{wanted[group][0]:g} to {wanted[group][-1]:g}; it is overwritten"
     else:
-        text += f"it is {differ[0].lrs[optimizer][0]:g} where the scheduler's is {differ[0].scheduled[index][0]:g}"
+        one = differ[0]
+        text += f"it is {one.lrs[optimizer][0]:g} where the scheduler's is {one.scheduled[optimizer][index][0]:g}"
     fix = "do not set group['lr'] beside a scheduler"
     return [Finding("order", "fault" if fixed else "note", text, places, fix=fix)]

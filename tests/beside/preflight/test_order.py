@@ -123,6 +123,71 @@ class OverCalls(ZeroesAtEnd):
             super().schedule()
 
 
+class Assigns(NeverZeroes):
+    """Assigns the gradients: what was there before does not count."""
+
+    def backward(self, batch):
+        loss, parameters = self.loss(batch), [*self.model.parameters()]
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            self.take(parameter, gradient)
+        return loss
+
+    def take(self, parameter, gradient):
+        parameter.grad = gradient
+
+
+class AddsByHand(Assigns):
+    """Adds the gradients to what was there before."""
+
+    def take(self, parameter, gradient):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+class Masters(Plain):
+    """The optimizer holds copies of the parameters, to which gradients and from which weights are copied."""
+
+    def make_optimizers(self):
+        self.masters = [each.detach().clone().requires_grad_() for each in self.model.parameters()]
+        return [torch.optim.SGD(self.masters, lr=0.1)]
+
+    def zero_grad(self):
+        self.model.zero_grad()
+
+    def update(self):
+        for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+            master.grad = parameter.grad.clone()
+        super().update()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+                parameter.copy_(master)
+
+
+class InTurn(Plain):
+    """Two optimizers, each of which is stepped and then scheduled, before the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in self.optimizers]
+
+    def make_optimizers(self):
+        return [torch.optim.SGD(self.model[index].parameters(), lr=0.1) for index in (0, 2)]
+
+    def update(self):
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+
+    def schedule(self):
+        pass
+
+
+class OverwritesOneInTurn(InTurn):
+    """The rate of the second optimizer is set by hand."""
+
+    def clip(self):
+        self.optimizers[1].param_groups[0]["lr"] = 0.01
+
+
 class ZeroesTooLate(Plain):
     """Zeroes gradients between backward pass and step."""
 
@@ -335,6 +400,12 @@ FAULTS = {
         "(loss if self.scaler is None else self.scaler.scale(loss)).backward()",
         "call optimizer.zero_grad() in each step",
     ),
+    AddsByHand: (
+        "in steps 2, 3 the optimizer gets the gradients of the step before once more, added to the new ones: 4 param",
+        ("0.weight", "0.bias", "2.weight", "2.bias"),
+        "",
+        "call optimizer.zero_grad() in each step",
+    ),
     ZeroesTooLate: (
         "the gradients of optimizers.0 are zeroed after the backward pass and before its step: it trains nothing",
         ("optimizers.0", "zero_grad"),
@@ -365,6 +436,12 @@ FAULTS = {
         ("zero_grad",),
         "",
         "skip a step only after scaler.update()",
+    ),
+    OverwritesOneInTurn: (
+        "the learning rate of optimizers.1 is not the one that schedulers.1 sets: it is 0.01 in each of 3 steps",
+        ("schedulers.1", "optimizers.1.param_groups[0].lr"),
+        "",
+        "do not set group['lr'] beside a scheduler",
     ),
     ScheduleFirst: (
         "schedulers.0 steps before optimizers.0: its first learning rate is never used",
@@ -414,6 +491,9 @@ def test_a_fault_is_told_with_its_places_its_line_and_what_to_do(loop):
 
 CLEAN = [
     Plain,
+    Assigns,
+    Masters,
+    InTurn,
     Half,
     Overflows,
     ZeroesAtEnd,
@@ -453,6 +533,18 @@ def test_what_may_be_meant_is_a_note():
     assert {loop: (found.verdict, found.text) for loop in texts for found in [said(check, loop)]} == {
         loop: ("note", text) for loop, text in texts.items()
     }
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_scheduler_that_steps_first_and_several_times_is_told_both():
+    class OnceAMicroBatch(ScheduleFirst):
+        def clip(self):
+            super().clip()
+            super().clip()
+
+    first, twice = check(Maker(OnceAMicroBatch))
+    assert first.text == "schedulers.0 steps before optimizers.0: its first learning rate is never used"
+    assert twice.text.startswith("schedulers.0 steps more than once for each step of optimizers.0 (2 times a step)")
 
 
 def test_two_optimizers_that_step_in_turn_share_no_old_gradients():
