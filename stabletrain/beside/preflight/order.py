@@ -14,13 +14,14 @@ from stabletrain.beside.preflight.loop import Loop, Maker
 from stabletrain.beside.preflight.loss_scale import loss_scale
 from stabletrain.beside.preflight.recording import RecordedStep, parameters_of, record_step
 from stabletrain.beside.preflight.schedulers import schedulers
+from stabletrain.beside.preflight.state import state_of
 
 FEWEST, MOST = 3, 32
 """Steps that are recorded: three show what happens every second step; more are taken, up to an epoch and one step, only
 while a scheduler has not stepped."""
 
-AFTER = 3
-"""Steps after one that was NaN: a loop may skip a few more on purpose, or by chance."""
+AFTER = 8
+"""Most steps after one that was NaN, until one is taken: a loop may skip a few more on purpose, or by chance."""
 
 
 def check(make: Maker) -> list[Finding]:
@@ -181,37 +182,99 @@ def nan_stays(make: Maker) -> list[Finding]:
         return []
     if skipped.calls("optimizer") or not finite(loop.parameters):
         return []
-    buffers = [name for name, each in loop.model.named_buffers() if not bool(each.isfinite().all())]
-    for number in range(AFTER):
+    steps: list[RecordedStep] = []
+    while len(steps) < AFTER:
         try:
-            step = record_step(loop, 2 + number)
+            step = record_step(loop, 2 + len(steps))
+        except StopIteration:  # the data end
+            break
         except Exception as error:  # such as unscale_() twice
             text = (
                 f"after a step that the loop skips for its NaN, the next one fails with {type(error).__name__}: {error}"
             )
             fix = "skip a step only after scaler.update() and optimizer.zero_grad()"
             return [Finding("order", "fault", text, ("zero_grad",), fix=fix)]
+        steps.append(step)
         if step.calls("optimizer") and finite(loop.parameters):
-            return poisoned_buffers(buffers)
-    kept = [name for name, each in step.left.items() if not bool(each.isfinite().all())]
+            return poisoned_buffers(make, loop, by_scaler=bool(skipped.calls("scaler_step")))
+    return never_again(make, loop, steps) if steps else []
+
+
+def never_again(make: Maker, loop: Loop, steps: list[RecordedStep]) -> list[Finding]:
+    """Returns what is said of a loop that has not taken a step since the one that it skipped.
+
+    Args:
+        make: makes fresh loops.
+        loop: after the steps.
+        steps: those after the one with NaN.
+    """
+    kept = [name for name, each in steps[-1].left.items() if not bool(each.isfinite().all())]
     if kept:
         text = (
             f"after a step that the loop skips for its NaN, the gradients of {len(kept)} parameters stay NaN, as they "
         )
-        text += f"are not zeroed: the {AFTER} next steps are NaN too ({listed(kept)})"
+        text += f"are not zeroed: the {len(steps)} next steps are NaN too ({listed(kept)})"
         fix = "call optimizer.zero_grad() before each backward pass, also after a step that was skipped"
-        return [Finding("order", "fault", text, (*kept, "zero_grad"), first_line(step), fix)]
-    text = f"after a step that the loop skips for its NaN, it skips each of the {AFTER} next ones too"
-    return [*poisoned_buffers(buffers), Finding("order", "note", text)]
+        return [Finding("order", "fault", text, (*kept, "zero_grad"), first_line(steps[-1]), fix)]
+    usual = make()
+    taken = [record_step(usual, number).calls("optimizer") for number in range(2 + len(steps))]
+    if not any(taken[2:]):  # nor does it take these steps without the NaN
+        return []
+    before = not_finite(usual)
+    names = [name for name in not_finite(loop) if name not in before]
+    optimizers = [f"optimizers.{index}" for index in range(len(loop.optimizers))]
+    kept_in = f"; NaN is kept in {listed(names)}" if names else ""
+    if not finite(loop.parameters):
+        text = f"after a step that the loop skips for its NaN, a later step makes the weights NaN{kept_in}"
+    else:
+        text = f"after a step that the loop skips for its NaN, it skips each of the {len(steps)} next ones too, which "
+        text += f"are not NaN: no step moves the weights any more{kept_in}"
+    certain = "fault" if len(steps) == AFTER else "note"
+    fix = "decide on a step by values that a skipped step has not entered: update averages only after a step was taken"
+    return [Finding("order", certain, text, (*optimizers, *names), fix=fix)]
 
 
-def poisoned_buffers(buffers: list[str]) -> list[Finding]:
-    """Returns what is said of buffers that a skipped step has left NaN."""
+def poisoned_buffers(make: Maker, loop: Loop, *, by_scaler: bool) -> list[Finding]:
+    """Returns what is said of buffers that a skipped step has left NaN, and that the step after it has not restored.
+
+    If the loop itself looks for NaN and skips the step, it reckons with NaN in the forward pass, and each one leaves
+    the model without its running statistics for ever: a fault. A loss scaler skips a step when the scaled gradients
+    overflow, and then the forward pass and the statistics are nearly always finite. A loop that leaves it to the scaler
+    is as PyTorch's documentation has it: a note.
+
+    Args:
+        make: makes fresh loops.
+        loop: after the step that was skipped, and one that was taken.
+        by_scaler: whether the loop called `scaler.step()`, and the scaler skipped the step.
+    """
+    buffers = [name for name, each in loop.model.named_buffers() if not bool(each.isfinite().all())]
+    buffers = [name for name in buffers if bool(dict(make().model.named_buffers())[name].isfinite().all())]
     if not buffers:
         return []
-    text = f"a step that the loop skips for its NaN leaves NaN in {listed(buffers)}: the model is NaN in eval mode"
+    broken = finite_in_eval(make()) and not finite_in_eval(loop)
+    text = f"a step that the loop skips for its NaN leaves NaN in {listed(buffers)}"
+    text += ", and the next step does not take it away"
+    text += ": the loss is NaN in eval mode" if broken else ""
     fix = "restore the buffers of the model after a step that is skipped; stabletrain.Guard does"
-    return [Finding("order", "note", text, tuple(buffers), fix=fix)]
+    return [Finding("order", "fault" if broken and not by_scaler else "note", text, tuple(buffers), fix=fix)]
+
+
+@torch.no_grad()
+def finite_in_eval(loop: Loop) -> bool:
+    """Whether the loss is finite with the model in eval mode, even if `loss` itself puts it into training mode."""
+    handle = loop.model.register_forward_pre_hook(lambda model, _: model.eval() and None)
+    try:
+        loop.model.eval()
+        return bool(loop.loss(loop.batch(0)).isfinite().all())
+    finally:
+        handle.remove()
+
+
+def not_finite(loop: Loop) -> list[str]:
+    """Returns the names of numbers and tensors that are not finite, in all that training changes."""
+    values = {name: each for part in state_of(loop).values() for name, each in part.items()}
+    floats = {name: torch.as_tensor(each) for name, each in values.items() if isinstance(each, (float, Tensor))}
+    return [name for name, each in floats.items() if not bool(each.isfinite().all())]
 
 
 def poisoned_step(loop: Loop, batch: Any) -> RecordedStep:

@@ -249,7 +249,7 @@ class KeepsNaNOfTokens(KeepsNaN):
         return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(4, 1))
 
     def batch(self, step, rank=0):
-        return torch.arange(4)[:, None] + step, torch.arange(4)[:, None]
+        return (torch.arange(4)[:, None] + step) % 9, torch.arange(4)[:, None]
 
     def loss(self, batch):
         return (self.model(batch[0]) - batch[1]).square().mean()
@@ -260,6 +260,81 @@ class KeepsNaNInNorm(SkipsNaN):
 
     def make_model(self):
         return nn.Sequential(nn.BatchNorm1d(6), *super().make_model())
+
+
+class KeepsNaNInNormByScaler(Half):
+    """The same where the loss scaler alone skips the step."""
+
+    def make_model(self):
+        return nn.Sequential(nn.BatchNorm1d(6), *super().make_model())
+
+
+class RestoresNorm(KeepsNaNInNorm):
+    """Puts the running statistics back after a step that is skipped."""
+
+    def step(self, batch):
+        before = {name: each.clone() for name, each in self.model.named_buffers()}
+        loss = super().step(batch)
+        if not loss.isfinite():
+            for name, each in self.model.named_buffers():
+                each.copy_(before[name])
+        return loss
+
+
+class Largest(nn.Module):
+    """Keeps a number of the last batch in a buffer, which each batch writes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        self.largest.copy_(x.max())
+        return x
+
+
+class KeepsNaNUntilNext(SkipsNaN):
+    """The next step writes the buffer anew."""
+
+    def make_model(self):
+        return nn.Sequential(Largest(), *super().make_model())
+
+
+class TrainsForTwo(SkipsNaN):
+    """Trains for two batches only, with or without NaN."""
+
+    def update(self):
+        if self.position <= 2:
+            super().update()
+
+
+class KeepsNaNInAverage(Plain):
+    """Skips steps by an average that a step that is skipped has entered."""
+
+    average, waits = 1.0, 0
+
+    def step(self, batch):
+        self.zero_grad()
+        loss = self.backward(batch)
+        self.average = self.after(self.average, float(loss.detach()))
+        if self.average < 100.0 and not self.waits:
+            self.update()
+            self.schedule()
+        self.waits = max(self.waits - 1, 0)
+        return loss
+
+    def after(self, average, loss):
+        return 0.9 * average + 0.1 * loss
+
+
+class WaitsAfterNaN(KeepsNaNInAverage):
+    """Skips three more steps on purpose."""
+
+    def after(self, average, loss):
+        if loss != loss:
+            self.waits = 4
+            return average
+        return super().after(average, loss)
 
 
 class StopsAtNaN(Plain):
@@ -420,7 +495,7 @@ FAULTS = {
     ),
     KeepsNaN: (
         "after a step that the loop skips for its NaN, the gradients of 4 parameters stay NaN, as they are not zeroed: "
-        "the 3 next steps are NaN too (0.weight, 0.bias, 2.weight, 2.bias)",
+        "the 8 next steps are NaN too (0.weight, 0.bias, 2.weight, 2.bias)",
         ("0.weight", "0.bias", "2.weight", "2.bias", "zero_grad"),
         "(loss if self.scaler is None else self.scaler.scale(loss)).backward()",
         "call optimizer.zero_grad() before each backward pass",
@@ -430,6 +505,20 @@ FAULTS = {
         ("0.weight", "2.weight", "2.bias", "zero_grad"),
         "(loss if self.scaler is None else self.scaler.scale(loss)).backward()",
         "call optimizer.zero_grad() before each backward pass",
+    ),
+    KeepsNaNInNorm: (
+        "a step that the loop skips for its NaN leaves NaN in 0.running_mean, 0.running_var, and the next step does "
+        "not take it away: the loss is NaN in eval mode",
+        ("0.running_mean", "0.running_var"),
+        "",
+        "restore the buffers of the model after a step that is skipped",
+    ),
+    KeepsNaNInAverage: (
+        "after a step that the loop skips for its NaN, it skips each of the 8 next ones too, which are not NaN: no "
+        "step moves the weights any more; NaN is kept in average",
+        ("optimizers.0", "average"),
+        "",
+        "decide on a step by values that a skipped step has not entered",
     ),
     FailsAfterNaN: (
         "after a step that the loop skips for its NaN, the next one fails with RuntimeError: unscale_() has already",
@@ -501,6 +590,10 @@ CLEAN = [
     OverCalls,
     LBFGS,
     SkipsNaN,
+    RestoresNorm,
+    KeepsNaNUntilNext,
+    WaitsAfterNaN,
+    TrainsForTwo,
     StopsAtNaN,
     OncePerEpoch,
     TwoSchedules,
@@ -527,8 +620,8 @@ def test_what_may_be_meant_is_a_note():
         Plateau: "schedulers.0 has not stepped in 4 steps; it may do so after an epoch or an evaluation",
         WarmsUp: "the learning rate of optimizers.0 is not the one that schedulers.0 sets: it is 0.01 where the "
         "scheduler's is 0.1",
-        KeepsNaNInNorm: "a step that the loop skips for its NaN leaves NaN in 0.running_mean, 0.running_var: the "
-        "model is NaN in eval mode",
+        KeepsNaNInNormByScaler: "a step that the loop skips for its NaN leaves NaN in 0.running_mean, 0.running_var, "
+        "and the next step does not take it away: the loss is NaN in eval mode",
     }
     assert {loop: (found.verdict, found.text) for loop in texts for found in [said(check, loop)]} == {
         loop: ("note", text) for loop, text in texts.items()
