@@ -229,17 +229,36 @@ def source_of_numpy(generator: np.random.Generator, name: str) -> Source:
 
 def generators_of(loop: Loop) -> Iterator[tuple[str, Any]]:
     """Yields the generators that belong to a loop, with their names."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    return ((name, value) for name, value in objects_of(loop) if isinstance(value, kinds))
+
+
+def parameters_beside(loop: Loop) -> dict[str, nn.Parameter]:
+    """Returns the parameters that a loop refers to and that are not its model's, by name."""
+    known = {id(each) for each in loop.model.parameters()}
+    found: dict[str, nn.Parameter] = {}
+    for name, value in objects_of(loop):
+        parts = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        for part, each in parts:
+            if isinstance(each, nn.Parameter) and id(each) not in known:
+                known.add(id(each))
+                found[f"{name}.{part}".strip(".")] = each
+    return found
+
+
+def objects_of(loop: Loop) -> Iterator[tuple[str, Any]]:
+    """Yields what a loop and its functions refer to, with names, the nearest first; not what is a library's own."""
     functions = (loop.loss, loop.batch, loop.step, loop.next_batch, loop.save, loop.load)
     waiting: list[tuple[str, Any]] = [("", loop.made), ("model", loop.model), *loop.others.items()]
     waiting += [("", each) for each in functions if each is not None]
     seen: set[int] = set()
     while waiting and len(seen) < MOST_OBJECTS:
         name, value = waiting.pop(0)
-        if id(value) in seen or isinstance(value, (*PLAIN, Tensor, np.ndarray, type, types.ModuleType)):
+        if id(value) in seen or isinstance(value, (*PLAIN, np.ndarray, type, types.ModuleType)):
             continue
         seen.add(id(value))
-        if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-            yield name, value
+        yield name, value
+        if isinstance(value, (Tensor, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             continue
         waiting += [(f"{name}.{key}".removeprefix("."), each) for key, each in held_by(value).items()]
 

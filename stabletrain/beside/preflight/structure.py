@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.beside.preflight.finding import Finding, listed
-from stabletrain.beside.preflight.loop import Maker, seed
+from stabletrain.beside.preflight.loop import Loop, Maker, seed
 from stabletrain.beside.preflight.network import hidden_tensors, in_eval_mode, split_ties
 from stabletrain.beside.preflight.recording import RecordedStep, parameters_of, record_step
+from stabletrain.beside.preflight.state import objects_of, parameters_beside
 from stabletrain.beside.preflight.untrained import Gradients, gradients_of_losses, named, without_gradient
 
 FEWEST, MOST = 2, 10
@@ -30,7 +32,8 @@ def check(make: Maker) -> list[Finding]:
         twice |= updated_twice(step)
         for gradients in (step.gradients, *step.given.values()):
             seen.add(gradients)
-    found = [*groups(loop.model, loop.optimizers, seen, twice), *without_gradient(make, loop, seen)]
+    found = [*groups(loop.model, loop.optimizers, seen, twice), *beside_the_model(loop, seen)]
+    found += without_gradient(make, loop, seen)
     return [*found, *ties, *modes(make, loop.model, evaluating)] or passed(loop.model, loop.optimizers)
 
 
@@ -97,7 +100,7 @@ def groups(
             found.append(Finding("structure", "note", text, tuple(stale), fix=fix))
     found += in_two_groups(optimizers, {id(each): name for name, each in names.items()}, held, twice)
     if seen is not None:
-        found += not_the_models([name for name in hidden if name in seen.some and id(hidden[name]) not in held], seen)
+        found += hidden_from_pytorch([name for name in hidden if name in seen.some and id(hidden[name]) not in held])
     return found
 
 
@@ -162,28 +165,47 @@ def updated_twice(step: RecordedStep) -> dict[str, tuple[int, int]]:
     return found
 
 
-def not_the_models(hidden: list[str], seen: Gradients) -> list[Finding]:
-    """Finds what the loss depends on, is in no optimizer, and is no parameter of the model.
+def hidden_from_pytorch(hidden: list[str]) -> list[Finding]:
+    """Finds tensors that the loss depends on, are in no optimizer, and that the model's modules hide from PyTorch."""
+    if not hidden:
+        return []
+    text = f"the loss depends on {listed(hidden)}, and PyTorch does not see them: they are in a plain list, dict or "
+    text += "attribute, so that they are never trained, saved or moved to a device"
+    fix = "keep layers in nn.ModuleList or nn.ModuleDict, and tensors as nn.Parameter"
+    return [Finding("structure", "fault", text, tuple(hidden), fix=fix)]
+
+
+def beside_the_model(loop: Loop, seen: Gradients) -> list[Finding]:
+    """Finds parameters that the loss depends on, that are in no optimizer, and that are not the model's.
+
+    They may be another network's, such as a teacher or a discriminator, that is not trained here and was not frozen. A
+    network has several layers: the parameters of one module without parts, or single ones, that are few beside those
+    that are trained, are the loss's own, such as centers, a temperature, or weights of several losses. These were
+    forgotten, unless something trains them: another optimizer, or the step itself.
 
     Args:
-        hidden: names of such tensors that the model's modules hold where PyTorch does not see them.
-        seen: which other parameters the loss depends on.
+        loop: after its steps.
+        seen: which parameters the loss depends on.
     """
-    found = []
-    if hidden:
-        text = (
-            f"the loss depends on {listed(hidden)}, and PyTorch does not see them: they are in a plain list, dict or "
-        )
-        text += "attribute, so that they are never trained, saved or moved to a device"
-        fix = "keep layers in nn.ModuleList or nn.ModuleDict, and tensors as nn.Parameter"
-        found.append(Finding("structure", "fault", text, tuple(hidden), fix=fix))
-    if seen.others:
-        shapes = listed([str(shape) for shape in seen.others])
-        text = f"the loss depends on {len(seen.others)} parameters that are not the model's and in no optimizer, of "
-        text += f"shapes {shapes}: right only if they are another network's, or not to be trained"
-        fix = "give the parameters of a loss or of another network to an optimizer, and that to the checks"
-        found.append(Finding("structure", "note", text, fix=fix))
-    return found
+    if not seen.others:
+        return []
+    trained = [each for optimizer in loop.optimizers for each in parameters_of(optimizer)]
+    now, names = parameters_beside(loop), [*seen.others]
+    elements = sum(each.numel() for each in seen.others.values()), sum(each.numel() for each in trained)
+    few = len(names) < len(trained) / 2 and elements[0] < elements[1] / 2
+    elsewhere = {
+        id(each) for _, value in objects_of(loop) if isinstance(value, Optimizer) for each in parameters_of(value)
+    }
+    still = all(
+        name in now and id(now[name]) not in elsewhere and torch.equal(now[name], seen.others[name]) for name in names
+    )
+    one_module = len({name.rpartition(".")[0] for name in names if "." in name}) <= 1
+    certain = loop.step is not None and few and still and one_module
+    text = f"the loss depends on {listed(names)}, which {'is' if len(names) == 1 else 'are'} not in the model and in "
+    text += "no optimizer"
+    text += ": never updated" if certain else ": right only if they are another network's, or not to be trained"
+    fix = "give them to an optimizer, and that to the checks; or, if they are not to be trained, requires_grad_(False)"
+    return [Finding("structure", "fault" if certain else "note", text, tuple(names), fix=fix)]
 
 
 # ---- the mode of the model

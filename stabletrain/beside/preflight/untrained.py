@@ -11,6 +11,7 @@ from stabletrain.beside.preflight.finding import Finding, listed
 from stabletrain.beside.preflight.loop import Loop, Maker
 from stabletrain.beside.preflight.network import hidden_tensors
 from stabletrain.beside.preflight.recording import parameters_of
+from stabletrain.beside.preflight.state import parameters_beside
 
 MOST_BATCHES = 32
 """Batches that are searched for a gradient of each parameter. Nearly always the first one is enough."""
@@ -23,14 +24,14 @@ class Gradients:
     Attributes:
         some: those that had one, which may be 0.
         nonzero: those that had one that was not 0.
-        others: shapes of further parameters that the loss depends on.
+        others: further parameters that the loss depends on, by name, or by their shape if nothing names them.
         batches: how many were seen.
         whole: whether these are all of an epoch.
     """
 
     some: set[str] = field(default_factory=set)
     nonzero: set[str] = field(default_factory=set)
-    others: list[tuple[int, ...]] = field(default_factory=list)
+    others: dict[str, Tensor] = field(default_factory=dict)
     batches: int = 0
     whole: bool = False
 
@@ -58,7 +59,7 @@ def gradients_of_losses(loop: Loop) -> Gradients:
         for parameter in watched.values():
             parameter.grad = None
         if loss.requires_grad:
-            seen.others = unwatched(loss, watched)
+            seen.others |= unwatched(loss, watched, loop)
             (loss * scale).backward()
         seen.add({name: each.grad for name, each in watched.items() if each.grad is not None})
         seen.batches += 1
@@ -79,10 +80,10 @@ def named(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor
     return found
 
 
-def unwatched(loss: Tensor, watched: dict[str, Tensor]) -> list[tuple[int, ...]]:
-    """Returns the shapes of parameters that a loss depends on and that are not watched."""
+def unwatched(loss: Tensor, watched: dict[str, Tensor], loop: Loop) -> dict[str, Tensor]:
+    """Returns the parameters that a loss depends on and that are not watched, by name."""
     known = {id(each) for each in watched.values()}
-    found, visited, waiting = [], set(), [loss.grad_fn]
+    found, visited, waiting = list[Tensor](), set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in visited:
@@ -91,8 +92,13 @@ def unwatched(loss: Tensor, watched: dict[str, Tensor]) -> list[tuple[int, ...]]
         waiting += [each for each, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:  # other leaves are inputs: a gradient penalty
-            found.append(tuple(leaf.shape))
-    return found
+            known.add(id(leaf))
+            found.append(leaf)
+    names = {id(each): name for name, each in parameters_beside(loop).items()} if found else {}
+    return {
+        names.get(id(each), f"parameter {number} of shape {tuple(each.shape)}"): each
+        for number, each in enumerate(found, 1)
+    }
 
 
 def without_gradient(make: Maker, loop: Loop, seen: Gradients) -> list[Finding]:

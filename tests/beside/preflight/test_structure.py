@@ -296,16 +296,59 @@ def test_leaving_out_most_of_the_model_is_a_note(left_out):
     assert (found.verdict, found.places) == ("note", left_out)
 
 
-def test_a_parameter_of_another_network_is_a_note():
-    critic = nn.Linear(1, 1)
+class Centers(Plain):
+    """The loss has learned numbers of its own, in an attribute of the loop."""
 
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Embedding(3, 1)
+
+    def loss(self, batch):
+        return super().loss(batch) + (self.model(batch[0]) - self.centers.weight[0]).square().mean()
+
+
+def test_parameters_of_the_loss_that_no_optimizer_holds_are_found_by_their_name_in_the_loop():
+    found = said(check, Centers)
+    assert (found.verdict, found.places) == ("fault", ("centers.weight",))
+    assert found.text == (
+        "the loss depends on centers.weight, which is not in the model and in no optimizer: never updated"
+    )
+    assert found.fix.startswith("give them to an optimizer")
+
+
+def test_parameters_of_the_loss_that_something_trains_are_a_note():
+    class ByHand(Centers):
+        def step(self, batch):
+            loss = super().step(batch)
+            with torch.no_grad():
+                self.centers.weight -= 0.1 * self.centers.weight.grad
+            return loss
+
+    class ByAnother(Centers):
+        def __init__(self):
+            super().__init__()
+            self.another = torch.optim.SGD(self.centers.parameters(), lr=0.1)
+
+    for loop in (ByHand, ByAnother):
+        found = said(check, loop)
+        assert (found.verdict, found.places) == ("note", ("centers.weight",))
+        assert "right only if they are another network's, or not to be trained" in found.text
+
+
+def test_parameters_of_another_network_are_a_note():
     class Generator(Plain):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Sequential(self.model, nn.Linear(1, 20), nn.Linear(20, 20), nn.Linear(20, 1))
+            self.optimizers = self.make_optimizers()
+            self.schedulers = []
+            self.critic = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1, bias=False))
+
         def loss(self, batch):
-            return critic(self.model(batch[0])).mean()
+            return self.critic(self.model(batch[0])).mean()
 
     found = said(check, Generator)
-    assert found.verdict == "note"
-    assert "2 parameters that are not the model's and in no optimizer, of shapes (1, 1), (1,)" in found.text
+    assert (found.verdict, {*found.places}) == ("note", {"critic.0.weight", "critic.0.bias", "critic.1.weight"})
 
 
 @pytest.mark.parametrize("loop", [LeftOut, Copied, SameMemory], ids=lambda loop: loop.__name__)
