@@ -30,6 +30,7 @@ from stabletrain.beside.preflight.state import (
     Values,
     copy_of,
     differences,
+    flat,
     same,
     same_tree,
     sources_of,
@@ -395,7 +396,13 @@ class Audit:
             text = f"the first batch after the load is {which}: the position in the data is not restored"
             begins = bool(found) and (found - 1) % max(loop.epoch, 1) == 0
             if begins and loop.epoch and self.goes_on_after_an_epoch(loop):
-                text += " within an epoch, and it is at the end of one"
+                text += " within an epoch: it begins anew, and the batches before the save come twice"
+                if kept := places_in_the_epoch(self.make, self.moments):
+                    text += f". save() keeps the place in the epoch ({listed(kept)}), and "
+                    text += "load() does not go on from there"
+                    return [self.finding("fault", text, ["position", "data", *kept], fix)]
+                text += ". At the end of an epoch it is restored, and nothing in the state shows that save() is called "
+                text += "within one"
                 return [self.finding("note", text, ["position", "data"], f"save at the end of an epoch only, or {fix}")]
             return [self.finding("fault", text, ["position", "data"], fix)]
         pairs = zip(repaired.upcoming, moment.upcoming, strict=False)
@@ -466,6 +473,30 @@ class Audit:
             text = f"{difference_of(part, names, before, after)}: {meant}"
             findings.append(self.finding(verdict, text, names, fix if verdict == "fault" else ""))
         return findings
+
+
+def places_in_the_epoch(make: Maker, moments: list[Moment]) -> list[str]:
+    """Returns the names of numbers in the saved state that are the place in the epoch, which only a save within needs.
+
+    Such a number counts the batches of an epoch and begins anew with the next, in each save from the start to the
+    second epoch. Counts of schedulers and of the loss scale may do so too, and are left out. In the first epoch a count
+    of all steps is the same, and shows nothing.
+    """
+    loop = make()
+    assert loop.save is not None
+    if not 2 <= loop.epoch < moments[-1].step:
+        return []
+    parts = [*loop.schedulers, *loop.optimizers, *([] if loop.scaler is None else [loop.scaler])]
+    others = {name.rpartition(".")[2] for part in parts for name in flat(part.state_dict(), "")}
+    places: dict[str, int] = {}
+    for step in range(moments[-1].step + 1):
+        saved = {name: each for name, each in flat(loop.save(), "").items() if type(each) is int}
+        right = {name: each for name, each in saved.items() if each == step % loop.epoch}
+        places = right if step == 0 else {name: each for name, each in right.items() if name in places}
+        if not places:
+            return []
+        take_step(loop, next_of(loop, step))
+    return [name.removeprefix(".") for name in places if name.rpartition(".")[2] not in others]
 
 
 def is_attributes(part: str) -> bool:

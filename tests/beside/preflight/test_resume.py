@@ -213,14 +213,41 @@ def test_an_epoch_that_is_not_restored_shows_in_the_batches_after_the_first():
     assert "the right one, and that of step 7 is not" in only_fault(SameFirst).text
 
 
-def test_a_position_that_is_right_at_the_end_of_an_epoch_only_is_a_note():
-    class ByEpochs(Small):
-        def load(self, state):
-            super().load({**state, "position": state["position"] // 4 * 4})
+class ByEpochs(Small):
+    def load(self, state):
+        super().load({**state, "position": state["position"] // 4 * 4})
 
+
+def test_a_position_that_is_right_at_the_end_of_an_epoch_only_is_a_note():
     [found] = audit(ByEpochs)
     assert found.verdict == "note"
-    assert "within an epoch, and it is at the end of one" in found.text
+    assert found.text == (
+        "the first batch after the load is that of step 5, not of step 6: the position in the data is not restored "
+        "within an epoch: it begins anew, and the batches before the save come twice. At the end of an epoch it is "
+        "restored, and nothing in the state shows that save() is called within one"
+    )
+
+
+def test_a_place_in_the_epoch_that_is_saved_and_not_loaded_is_a_fault():
+    class KeepsPlace(ByEpochs):
+        def save(self):
+            return {**super().save(), "data": {"place": self.position % 4}}
+
+    found = only_fault(KeepsPlace)
+    assert found.text.startswith("the first batch after the load is that of step 5, not of step 6: ")
+    assert found.text.endswith("save() keeps the place in the epoch (data.place), and load() does not go on from there")
+    assert found.places == ("position", "data", "data.place")
+
+
+def test_a_count_of_a_scheduler_that_begins_anew_with_each_epoch_is_no_place_in_it():
+    class Restarts(ByEpochs):
+        def make_optimizers(self):
+            super().make_optimizers()
+            schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts
+            self.schedulers = [schedule(self.optimizers[0], 4)]
+
+    [found] = audit(Restarts)
+    assert found.verdict == "note"
 
 
 def test_an_option_of_a_group_that_is_another_one():
