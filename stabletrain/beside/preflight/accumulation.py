@@ -75,7 +75,8 @@ def check(make: Maker) -> list[Finding]:
         return [first.finding]
     if rows(loop.batch(loop.epoch - 1)) == rows(loop.batch(0)):
         return [first.finding]
-    return [first.finding, Compared(make, loop.epoch - 1, first).finding]
+    last = Compared(make, loop.epoch - 1, first).finding
+    return [first.finding] if last == first.finding else [first.finding, last]
 
 
 class Compared:
@@ -110,6 +111,12 @@ class Compared:
         except (RuntimeError, ValueError, TypeError) as error:
             return Finding(NAME, "not checked", f"batches that share an update cannot be joined: {error}")
         whole = self.of_loss(batch)
+        if not whole:
+            reason = (
+                "the optimizers hold none of the model's parameters that the loss depends on, but copies, for example"
+            )
+            reason += ": what they get has no names by which it can be compared with the gradient of loss"
+            return Finding(NAME, "not checked", reason)
         distance = far(update.gradient, whole)
         if distance <= self.tolerance:
             parts = f"{len(update.parts)} micro-batches" if len(update.parts) > 1 else "the step"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stabletrain.beside.preflight.finding import Finding
-from stabletrain.beside.preflight.loop import Loop, Maker
+from stabletrain.beside.preflight.loop import Maker
 from stabletrain.beside.preflight.recording import RecordedStep, record_step
 
 POWERS = range(4, -25, -4)
@@ -25,6 +25,10 @@ APART = 0.1
 Rounding to fp16 changes a value by 0.05 %, and a few operations one after the other by a few times as much. A scale
 that has not been taken out again makes them differ by a factor of 16.
 """
+
+
+SMALL = 2.0**-4
+"""A loss scale that is small for hooks that clip, and under which fp16 still holds most gradients."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +56,43 @@ def loss_scale(make: Maker) -> list[Finding]:
         return []
     own, runs = scaler.get_scale(), []
     for power in POWERS:
-        loop = make()
-        assert loop.scaler is not None
-        scale = own * 2.0**power
-        loop.scaler.load_state_dict({**loop.scaler.state_dict(), "scale": scale})
-        step = record_step(loop)
-        if step.given:
-            runs.append(Scaled(scale, step))
+        run = scaled(make, own * 2.0**power)
+        if run.step.given:
+            runs.append(run)
         if len(runs) == 2:
-            return compared(loop, *runs)
+            return compared(make, *runs)
     text = f"no step between the loss scales {own * 2.0 ** POWERS[0]:g} and {own * 2.0 ** POWERS[-1]:g} reaches an "
     return [Finding("order", "not checked", text + "optimizer, so that the loss scale cannot be checked")]
 
 
-def compared(loop: Loop, high: Scaled, low: Scaled) -> list[Finding]:
+def scaled(make: Maker, scale: float) -> Scaled:
+    """Takes the first step of a fresh loop under a loss scale."""
+    loop = make()
+    assert loop.scaler is not None
+    loop.scaler.load_state_dict({**loop.scaler.state_dict(), "scale": scale})
+    return Scaled(scale, record_step(loop))
+
+
+def compared(make: Maker, high: Scaled, low: Scaled) -> list[Finding]:
     """Compares two steps: first what the backward passes left, then what each optimizer was given."""
     ratio = high.scale / low.scale
-    if backward_is_first(high.step) and differ(high.unscaled, low.unscaled):
+    differs = backward_is_first(high.step) and differ(high.unscaled, low.unscaled)
+    # Hooks that unscale leave gradients that are alike under each scale; right if nothing unscales them again.
+    by_hooks = (
+        differs
+        and abs(length(high.unscaled) / length(low.unscaled) * ratio - 1) < APART
+        and not differ(high.step.gradients, scaled(make, SMALL).step.gradients)  # of clipped ones a small scale differs
+    )
+    again = [each for each in high.step.events if each.kind in ("unscale", "scaler_step")]
+    if differs and (again or not by_hooks):
         line = high.step.calls("backward")[-1].line
         if not high.step.calls("scale"):
             cause, fix = "the loss is not scaled by the scaler", "call scaler.scale(loss).backward()"
         elif abs(length(high.unscaled) / length(low.unscaled) / ratio - 1) < APART:
             cause, fix = "the loss is scaled twice by the scaler", "call scaler.scale(loss) once for each backward pass"
+        elif by_hooks:
+            cause = "the gradients are divided by the loss scale twice, by hooks of the backward pass and by the scaler"
+            fix, line = "leave it to the scaler: do not divide by the scale in hooks", again[0].line
         else:
             cause = "the gradients are clipped while they are scaled by the scaler, in a hook of the backward pass"
             fix = "clip after scaler.unscale_(optimizer), not in hooks of the parameters"
@@ -82,7 +101,7 @@ def compared(loop: Loop, high: Scaled, low: Scaled) -> list[Finding]:
     found = []
     for index in sorted(high.step.given.keys() & low.step.given.keys()):
         one, two = high.step.given[index], low.step.given[index]
-        if differ(one, two) or never_unscaled(high, index):
+        if differ(one, two) or (not by_hooks and never_unscaled(high, index)):
             what = norms(f"that optimizers.{index} gets", high, one, low, two)
             cause, fix, line = reason(high, index, length(one) / length(two) / ratio)
             found.append(Finding("order", "fault", f"{cause}: {what}", ("scaler", f"optimizers.{index}"), line, fix))

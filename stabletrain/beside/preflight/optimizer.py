@@ -8,6 +8,7 @@ makes the first value that is not finite is found by running the step again unde
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -194,8 +195,8 @@ class Narrowed(nn.Module):
                     del optimizer.state[each]
 
     def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters by their names in the loop's model."""
-        yield from ((name, each) for name, each in self._chosen.items() if isinstance(each, nn.Parameter))
+        """Yields the parameters by their names in the loop; copies in fp32, for example, need not be `nn.Parameter`."""
+        yield from cast("dict[str, nn.Parameter]", self._chosen).items()
 
 
 def fault_of(model: nn.Module, optimizer: Optimizer, special: Special, sparse: set[int]) -> UpdateFault | None:

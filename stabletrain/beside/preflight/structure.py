@@ -1,7 +1,7 @@
 """Parameters and groups: stale, in no group, in two, without gradient; tied weights split by a copy; eval mode."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ def check(make: Maker) -> list[Finding]:
     ties = split_ties(loop.model)
     evaluating: list[list[str]] = []
     twice: dict[str, tuple[int, int]] = {}
+    held = {id(each) for optimizer in loop.optimizers for each in parameters_of(optimizer)}
+    start = {name: each.detach().clone() for name, each in loop.parameters.items() if id(each) not in held}
     steps = loop.epoch + 2 if FEWEST <= loop.epoch + 2 <= MOST else FEWEST
     for number in range(steps if loop.step is not None else 0):
         step = record_step(loop, number)
@@ -32,7 +34,9 @@ def check(make: Maker) -> list[Finding]:
         twice |= updated_twice(step)
         for gradients in (step.gradients, *step.given.values()):
             seen.add(gradients)
-    found = [*groups(loop.model, loop.optimizers, seen, twice), *beside_the_model(loop, seen)]
+    now = loop.parameters
+    moved = {name for name, each in start.items() if name in now and not torch.equal(each, now[name])}
+    found = [*groups(loop.model, loop.optimizers, seen, twice, moved), *beside_the_model(loop, seen)]
     found += without_gradient(make, loop, seen)
     return [*found, *ties, *modes(make, loop.model, evaluating)] or passed(loop.model, loop.optimizers)
 
@@ -67,6 +71,7 @@ def groups(
     optimizers: Sequence[Optimizer],
     seen: Gradients | None = None,
     twice: dict[str, tuple[int, int]] | None = None,
+    moved: Set[str] = frozenset(),
 ) -> list[Finding]:
     """Finds stale parameters, and those in no group or in two.
 
@@ -75,6 +80,7 @@ def groups(
         optimizers: all that train it.
         seen: which parameters have a gradient; None if that is not known.
         twice: parameters that two optimizers updated with the same gradient, and which; None if that is not known.
+        moved: names of those in no group that the steps have changed all the same.
     """
     held = Counter(id(each) for optimizer in optimizers for each in parameters_of(optimizer))
     names = {name: each for name, each in named(model, optimizers).items() if each.requires_grad}
@@ -92,7 +98,11 @@ def groups(
         fix = "make the optimizer after the last change of the model (new layers, copies, load_state_dict(assign=True))"
         found.append(Finding("structure", "fault", text, (*missing, *stale), fix=fix))
     else:
-        found += in_no_group(missing, trainable, seen)
+        found += in_no_group([name for name in missing if name not in moved], trainable, seen)
+        if by_hand := [name for name in missing if name in moved]:
+            text = f"in no group of an optimizer, and changed all the same, by something else: {listed(by_hand)} "
+            text += f"({len(by_hand)} of {len(trainable)} trainable parameters)"
+            found.append(Finding("structure", "note", text, tuple(by_hand)))
         if stale:
             text = f"the optimizers hold {len(stale)} parameters that are not the model's"
             text += f"{'' if seen is None else ' and have no gradient'}: {listed(stale)}"

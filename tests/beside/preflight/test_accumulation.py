@@ -184,3 +184,22 @@ def test_loops_that_cannot_be_compared_say_why():
 
     assert "before the last backward call" in one_of(step=twice).text
     assert "no optimizer stepped in 32 calls" in one_of(step=lambda net, _, loss: lambda b: loss(b).backward()).text
+
+
+def test_an_optimizer_of_copies_cannot_be_compared_and_that_is_said_once():
+    def copies(net):
+        return [torch.optim.SGD([each.detach().clone().requires_grad_() for each in net.parameters()], lr=0.1)]
+
+    def made(net, optimizers, loss):
+        def step(batch):
+            net.zero_grad()
+            loss(batch).backward()
+            for copy, each in zip(optimizers[0].param_groups[0]["params"], net.parameters(), strict=True):
+                copy.grad = each.grad
+            optimizers[0].step()
+
+        return step
+
+    found = one_of(step=made, optimizers=copies, rows=lambda number: 16 - 8 * (number == 3), epoch=4)
+    assert found.verdict == "not checked"
+    assert found.text.startswith("the optimizers hold none of the model's parameters that the loss depends on")

@@ -198,3 +198,35 @@ def test_of_a_large_model_some_parameters_of_each_kind_are_tried(monkeypatch):
     assert found.text.endswith("(tried with 2 of its parameters)")
     [found] = [each for each in checked(loop(NoEps, sizes=(3, 7))) if each.verdict == "fault"]
     assert found.text.endswith("not finite after it: 0.weight, 1.bias, 2 in all")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, NoEps])
+def test_an_optimizer_of_copies_of_the_parameters_is_tried_too(kind):
+    def make():
+        model = nn.Linear(3, 2)
+        copies = [each.detach().clone().requires_grad_() for each in model.parameters()]
+        batch = lambda step, rank=0: torch.ones(2, 3)  # noqa: E731
+
+        def step(batch):
+            model.zero_grad()
+            model(batch).square().mean().backward()
+            for each, parameter in zip(copies, model.parameters(), strict=True):
+                each.grad = parameter.grad
+            optimizer.step()
+
+        optimizer = kind(copies, lr=0.1) if kind is torch.optim.SGD else kind(copies)
+        return {
+            "model": model,
+            "optimizers": [optimizer],
+            "loss": lambda b: model(b).square().mean(),
+            "batch": batch,
+            "step": step,
+        }
+
+    [found] = checked(make)
+    assert found.verdict == ("passed" if kind is torch.optim.SGD else "fault")
+    assert kind is torch.optim.SGD or found.places == (
+        "optimizers.0",
+        "NoEps",
+        "optimizers.0.param_groups[0].params[0]",
+    )

@@ -32,6 +32,25 @@ class ClipsInHooks(Half):
         return super().make_optimizers()
 
 
+class UnscalesInHooks(Half):
+    """Hooks divide by the loss scale, and so does the scaler."""
+
+    def make_optimizers(self):
+        for parameter in self.model.parameters():
+            parameter.register_hook(lambda gradient: gradient / self.scaler.get_scale())
+        return super().make_optimizers()
+
+
+class UnscalesInHooksAlone(UnscalesInHooks):
+    """Hooks divide by the loss scale, and the optimizer steps without the scaler."""
+
+    def clip(self):
+        pass
+
+    def update(self):
+        self.optimizers[0].step()
+
+
 class ScalesTwice(Half):
     """Scales the loss twice; clipping hides it from the optimizer."""
 
@@ -437,6 +456,12 @@ FAULTS = {
         "(loss if self.scaler is None else self.scaler.scale(loss)).backward()",
         "clip after scaler.unscale_(optimizer), not in hooks",
     ),
+    UnscalesInHooks: (
+        "the gradients are divided by the loss scale twice, by hooks of the backward pass and by the scaler: ",
+        ("scaler",),
+        "self.scaler.unscale_(optimizer)",
+        "do not divide by the scale in hooks",
+    ),
     ScalesTwice: (
         "the loss is scaled twice by the scaler: the gradients of the backward pass, divided by the scale, are not",
         ("scaler",),
@@ -584,6 +609,7 @@ CLEAN = [
     Masters,
     InTurn,
     Half,
+    UnscalesInHooksAlone,
     Overflows,
     ZeroesAtEnd,
     ZeroesInPlace,

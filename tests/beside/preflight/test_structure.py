@@ -296,6 +296,19 @@ def test_leaving_out_most_of_the_model_is_a_note(left_out):
     assert (found.verdict, found.places) == ("note", left_out)
 
 
+def test_a_parameter_in_no_group_that_the_step_itself_changes_is_a_note():
+    class ByHand(LeftOut):
+        def step(self, batch):
+            loss = super().step(batch)
+            with torch.no_grad():
+                self.model[2].bias -= 0.1
+            return loss
+
+    found = said(check, ByHand)
+    assert (found.verdict, found.places) == ("note", ("2.bias",))
+    assert found.text.startswith("in no group of an optimizer, and changed all the same, by something else: 2.bias")
+
+
 class Centers(Plain):
     """The loss has learned numbers of its own, in an attribute of the loop."""
 
