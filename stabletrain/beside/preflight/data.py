@@ -5,6 +5,7 @@ tensors are targets is seen in a call of the loss (`tracing`).
 """
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from stabletrain.beside.preflight.finding import Finding, listed
 from stabletrain.beside.preflight.loop import Loop, Maker
-from stabletrain.beside.preflight.tracing import Input, Traced, Use, tensors_of, trace
+from stabletrain.beside.preflight.tracing import Input, Pick, Traced, Use, tensors_of, trace
 
 BATCHES, RANKS, UNKNOWN = 32, 4, 8
 """Most batches and ranks that are looked at, and how many batches if the length of an epoch is unknown."""
@@ -160,12 +161,14 @@ def check(make: Maker) -> list[Finding]:
     count = min(loop.epoch or UNKNOWN, BATCHES, max(MOST_VALUES // size, 2))
     whole = count == loop.epoch
     traced = trace(loop, first)
+    picks = _of_picks(make, loop, traced, count)
     found = data_of(
         [_batches(loop, rank, count) for rank in range(ranks)],
         [each for use in traced.uses if (each := _targets(use, traced, first)) is not None],
         epoch=loop.epoch,
         line=line,
     )
+    found = [*picks, *(each for each in found if not picks or each.verdict != "passed")]
     if traced.error is None:
         size = sum(each.numel() for each in loop.model.parameters())
         found += _of_made_targets(loop, traced, ranks, min(count, TRACED[size >= LARGE]), loop.epoch)
@@ -484,6 +487,61 @@ def _of_made_targets(loop: Loop, traced: Traced, ranks: int, count: int, epoch: 
     return found
 
 
+# ---- numbers that pick a place
+
+
+def _of_picks(make: Maker, loop: Loop, traced: Traced, count: int) -> list[Finding]:
+    """Finds class numbers and the like that are no place in what they pick from, in the first batches of a rank."""
+    found = _of_picks_in(make, traced, _batch(loop, 0, 0))
+    limits: dict[str, int] = {}
+    for pick in traced.picks:
+        if pick.raw:
+            limits[pick.source] = min(pick.size, limits.get(pick.source, pick.size))
+    if found or not limits or traced.error is not None:
+        return found
+    for step in range(1, count):
+        batch = _batch(loop, step, 0)
+        tensors = tensors_of(batch)
+        if any(_outside(tensors[name], size) for name, size in limits.items() if name in tensors):
+            return _of_picks_in(make, trace(make(), batch), batch)
+    return []
+
+
+def _outside(index: Tensor, size: int) -> bool:
+    return bool(((index < 0) | (index >= size)).any())
+
+
+def _of_picks_in(make: Maker, traced: Traced, batch: Any) -> list[Finding]:
+    """Finds numbers that are no place, in one batch."""
+    wrong = [each for each in traced.picks if _outside(each.index, each.size)]
+    if wrong and traced.error is not None:
+        last = wrong[-1]
+        beyond = bool(((last.index < -last.size) | (last.index >= last.size)).any())
+        # -1 is a place for some functions: then the error is another one.
+        fails = beyond if last.function == "__getitem__" else last.function != "take_along_dim"
+        return [_not_a_place(last, "fault", f"and {last.function} fails")] if fails else []
+    if not wrong:
+        return []
+    # The loss may leave out by a mask what these numbers pick: then it is the same if they pick something else.
+    loss, moved = trace(make(), batch).loss, trace(make(), batch, moved=True).loss
+    if loss == moved or math.isnan(loss) or math.isnan(moved):
+        return []
+    pick = next((each for each in wrong if each.among_classes), wrong[0])
+    # As a place in a sequence or a table, -1 may be meant: the last token, a row for what is unknown.
+    return [_not_a_place(pick, "fault" if pick.among_classes else "note", "and are counted from the other end")]
+
+
+def _not_a_place(pick: Pick, verdict: str, does: str) -> Finding:
+    """Says which numbers are no place."""
+    outside = int(((pick.index < 0) | (pick.index >= pick.size)).sum())
+    what = "labels" if pick.among_classes or pick.function == "one_hot" else "numbers"
+    among = "classes" if what == "labels" else "rows"
+    text = f"{what} ({pick.source}) are {int(pick.index.min())} to {int(pick.index.max())}, and pick from {pick.size} "
+    text += f"{among} (0 to {pick.size - 1}): {outside} of {pick.index.numel()} are out of range, {does}"
+    fix = "check how the numbers are made, and the size of the head or the table; leave out by a mask what has no label"
+    return Finding("data", verdict, text, (pick.source,), pick.line, fix)
+
+
 # ---- inputs
 
 
@@ -521,6 +579,8 @@ def of_input(given: Input) -> list[Finding]:
         if whole:
             return fault(f"{text}, as bytes have", "divide by 255, subtract the mean, divide by the spread")
         return fault(f"{text}, far from 0 and 1", "standardize them: subtract the mean, divide by the spread")
+    if given.part:  # a few columns may be small or constant on purpose
+        return []
     if 0 < FAR * spread < abs(mean):
         fix = "standardize them once, with the mean and spread of these numbers"
         return fault(f"{text}: nearly constant, {abs(mean) / spread:.0f} times the spread from 0", fix)

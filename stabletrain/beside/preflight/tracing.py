@@ -33,6 +33,13 @@ SAME_VALUES = {
 }
 """Functions after which a layer's output is still a prediction; not so a difference from something, or a derivative."""
 
+PICKS = {"__getitem__", "gather", "take_along_dim", "index_select", "embedding", "one_hot"}
+"""Functions that take numbers for places in a dimension."""
+
+JOINS = {"cat", "concat", "concatenate", "stack"}
+CASTS = {"float", "half", "bfloat16", "double", "to", "type", "contiguous"}
+"""Functions after which columns are still where they were."""
+
 NO_VALUES = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like")
 """Functions of which the result has only the shape of what they are given, as has that of `new_zeros` and the like."""
 
@@ -73,6 +80,7 @@ class Input:
         sources: names of the batch's tensors that it comes from.
         module: name of the module; empty if that is the model.
         line: of the user's code.
+        part: whether these are only some columns of what the layer gets; the others come from weights.
     """
 
     value: Tensor
@@ -81,25 +89,75 @@ class Input:
     sources: tuple[str, ...]
     module: str
     line: str
+    part: bool = False
+
+
+@dataclass
+class Pick:
+    """A call that takes numbers of the batch for places, such as `log_probs[rows, labels]`.
+
+    Attributes:
+        function: its name.
+        index: the numbers.
+        size: number of places.
+        source: name of the batch's tensor that they come from.
+        raw: whether they are that tensor, with nothing done to its values.
+        line: of the user's code.
+        among_classes: whether the places are classes: the dimension of a softmax.
+    """
+
+    function: str
+    index: Tensor
+    size: int
+    source: str
+    raw: bool
+    line: str
+    among_classes: bool = False
 
 
 @dataclass
 class Traced:
-    """What was seen of a call of the loss: the calls of loss functions, and the inputs of the first layers."""
+    """What was seen of a call of the loss.
+
+    Attributes:
+        uses: calls of loss functions.
+        inputs: of the first layers.
+        picks: calls that take numbers of the batch for places.
+        error: that the loss has raised.
+        loss: its value; NaN if it raised an error.
+    """
 
     uses: list[Use]
     inputs: list[Input]
+    picks: list[Pick]
     error: Exception | None = None
+    loss: float = float("nan")
 
 
-def trace(loop: Loop, batch: Any) -> Traced:
-    """Calls the loss with a batch; an error that it raises is returned."""
-    tracing = Tracing(loop.model, batch)
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the batch that is a part of another one: in this dimension, from this place on."""
+
+    tensor: Tensor
+    sources: tuple[str, ...]
+    dim: int
+    start: int
+
+
+def trace(loop: Loop, batch: Any, *, moved: bool = False) -> Traced:
+    """Calls the loss with a batch; an error that it raises is returned.
+
+    Args:
+        loop: whose loss is called.
+        batch: of the loop.
+        moved: whether numbers that are no place, such as -1, pick another place than they do; else nothing is changed.
+    """
+    tracing = Tracing(loop.model, batch, moved=moved)
     with running(loop.model) as tracing.modules, without_compiler(), ExitStack() as stack:
         stack.callback(loop.model.register_forward_hook(tracing.predicted).remove)
         stack.enter_context(tracing)
         try:
-            loop.loss(batch)
+            tracing.traced.loss = float(loop.loss(batch).detach())
         except Exception as error:  # such as of a label that is out of range, which has been seen by now
             tracing.traced.error = error
     return tracing.traced
@@ -156,18 +214,22 @@ class Tracing(TorchFunctionMode):
         model: whose weights are followed.
         batch: its tensors are followed.
         outside: the source of tensors that come from elsewhere; empty if these are not followed.
+        moved: see `trace`.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, outside: str = "") -> None:
+    def __init__(self, model: nn.Module, batch: Any, outside: str = "", *, moved: bool = False) -> None:
         super().__init__()
-        self.batch, self._outside = tensors_of(batch), outside
+        self.batch, self._outside, self.moved = tensors_of(batch), outside, moved
         self.modules: list[str] = []
-        self.traced = Traced([], [])
+        self.traced = Traced([], [], [])
         # By id.
         self._kept: dict[int, Tensor] = {}
         self._sources: dict[int, tuple[str, ...]] = {}
         self._of_weights: set[int] = set()
         self._predictions: set[int] = set()
+        self._parts: dict[int, list[_Part]] = {}
+        self._class_dims: set[tuple[int, int]] = set()  # of a tensor, and which
+        self._picked: dict[tuple[int, int], list[Pick]] = {}
         self.add(model, self.batch)
 
     def add(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
@@ -197,8 +259,14 @@ class Tracing(TorchFunctionMode):
             self._add_use(name, args, kwargs)
         if name in LAYERS and len(given) > 1:
             self._add_input(name, given)
+        if name in PICKS:
+            args, kwargs = self._add_picks(name, args, kwargs)
         out = func(*args, **kwargs)
         self._follow(name, given, out)
+        if name in JOINS and isinstance(out, Tensor):
+            self._join(name, args, kwargs, out)
+        if isinstance(out, Tensor) and given:
+            self._follow_dims(name, args, kwargs, out)
         return out
 
     def _add_outside(self, given: list[Tensor]) -> None:
@@ -243,14 +311,84 @@ class Tracing(TorchFunctionMode):
         )
         self.traced.uses.append(use)
 
+    def _join(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
+        """Notes which parts of a concatenation come from the batch alone."""
+        tensors = args[0] if args else kwargs["tensors"]
+        dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
+        if id(out) not in self._of_weights:
+            return
+        start, parts = 0, []
+        for each in tensors:
+            if sources := self._sources.get(id(each)):
+                parts.append(_Part(each.unsqueeze(dim) if name == "stack" else each, sources, dim, start))
+            parts += [_Part(p.tensor, p.sources, dim, start + p.start) for p in self._parts_of(each) if p.dim == dim]
+            start += 1 if name == "stack" else each.shape[dim]
+        if parts:
+            self._parts[id(out)] = parts
+
+    def _parts_of(self, tensor: Tensor) -> list[_Part]:
+        return self._parts.get(id(tensor), [])
+
+    def _follow_dims(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
+        """Notes in which dimension a result has classes, and where it has columns of the batch."""
+        first = args[0] if args else kwargs.get("input")
+        if not isinstance(first, Tensor):
+            return
+        if name in CASTS and self._parts_of(first):
+            self._parts[id(out)] = self._parts_of(first)
+        if name in ("softmax", "log_softmax", "logsumexp") and first.ndim:
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if isinstance(dim, int):
+                self._class_dims |= {(id(first), dim % first.ndim)}
+                self._class_dims |= {(id(out), dim % first.ndim)} if out.shape == first.shape else set()
+        elif first.ndim and out.shape == first.shape:
+            self._class_dims |= {(id(out), dim) for dim in range(out.ndim) if (id(first), dim) in self._class_dims}
+        elif first.ndim and out.ndim and (id(first), first.ndim - 1) in self._class_dims:
+            same = name in SAME_VALUES and out.shape[-1] == first.shape[-1]
+            self._class_dims |= {(id(out), out.ndim - 1)} if same else set()
+        for key in self._class_dims & self._picked.keys():
+            for pick in self._picked[key]:
+                pick.among_classes = True
+
+    def _add_picks(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Notes the places that numbers of the batch pick; returns the arguments, moved if that is wanted."""
+        moved: dict[int, Tensor] = {}
+        for owner, dim, index, size in _picked(name, args, kwargs):
+            sources = self._sources.get(id(index), ())
+            of_weights = owner is None or id(owner) in self._of_weights
+            if index.dtype in (torch.bool, torch.uint8) or not index.numel() or len(sources) != 1 or not of_weights:
+                continue
+            pick = Pick(
+                name, index.detach().clone(), size, sources[0], _same(index, self.batch[sources[0]]), users_line()
+            )
+            self.traced.picks.append(pick)
+            if owner is not None:
+                self._picked.setdefault((id(owner), dim), []).append(pick)
+                pick.among_classes = (id(owner), dim) in self._class_dims
+            moved[id(index)] = torch.where((index < 0) | (index >= size), (index + 1) % size, index)
+        if not self.moved:
+            return args, kwargs
+        return _exchanged(args, moved), _exchanged(kwargs, moved)
+
     def _add_input(self, name: str, given: list[Tensor]) -> None:
         value, weights = given[0], [each for each in given[1:] if id(each) in self._of_weights and each.ndim > 1]
         sources = self._sources.get(id(value), ())
+        by_column = not name.startswith("conv")
+        for part in self._parts_of(value) if weights else []:
+            dim = value.ndim - 1 if by_column else 1
+            transposed = name in ("matmul", "__matmul__", "mm")
+            weight = weights[0].detach()
+            weight = weight.T if transposed and weight.ndim == 2 else weight
+            columns = slice(part.start, part.start + part.tensor.shape[part.dim])
+            whole = weight.ndim > 1 and weight.shape[1] == value.shape[dim]  # not a convolution in groups
+            if part.dim == dim and whole and part.tensor.is_floating_point() and part.tensor.numel():
+                module, line = self.modules[-1] if self.modules else "", users_line()
+                found = Input(part.tensor.detach(), weight[:, columns], by_column, part.sources, module, line, True)
+                self.traced.inputs.append(found)
         if weights and sources and value.is_floating_point() and value.numel():
             module, line = self.modules[-1] if self.modules else "", users_line()
             if any((each.module, each.line) == (module, line) for each in self.traced.inputs):
                 return  # a recurrent layer is given one input after the other
-            by_column = not name.startswith("conv")
             weight = weights[0].detach()
             weight = weight.T if name in ("matmul", "__matmul__", "mm") and weight.ndim == 2 else weight
             self.traced.inputs.append(Input(value.detach(), weight, by_column, sources, module, line))
@@ -259,3 +397,51 @@ class Tracing(TorchFunctionMode):
 def _same(target: Tensor, given: Tensor) -> bool:
     """Whether targets have the values of a batch's tensor, in its order."""
     return target.numel() == given.numel() and bool(torch.equal(target.reshape(-1), given.reshape(-1).to(target.dtype)))
+
+
+def _picked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor | None, int, Tensor, int]]:
+    """Returns what a call picks from: the tensor, its dimension, the numbers of the places, and how many there are."""
+    if name == "__getitem__":
+        owner, key = args
+        found, dim = [], 0
+        keys = list(key) if isinstance(key, tuple) else [key]
+        for place, each in enumerate(keys):
+            if each is Ellipsis:
+                dim = owner.ndim - sum(map(_width, keys[place + 1 :]))
+            elif isinstance(each, Tensor) and each.dtype not in (torch.bool, torch.uint8) and dim < owner.ndim:
+                found.append((owner, dim, each, owner.shape[dim]))
+            dim += _width(each)
+        return found
+    parameters = {
+        "gather": ("input", "dim", "index"),
+        "index_select": ("input", "dim", "index"),
+        "take_along_dim": ("input", "indices", "dim"),
+        "embedding": ("input", "weight"),
+        "one_hot": ("tensor", "num_classes"),
+    }[name]
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    if name == "embedding":
+        return [(given["weight"], 0, given["input"], len(given["weight"]))]
+    if name == "one_hot":
+        size = given.get("num_classes", -1)
+        return [(None, 0, given["tensor"], size)] if size > 0 else []
+    owner, dim, index = given["input"], given.get("dim"), given.get("index", given.get("indices"))
+    if not isinstance(dim, int) or not isinstance(index, Tensor):
+        return []
+    return [(owner, dim % owner.ndim, index, owner.shape[dim])]
+
+
+def _width(key: Any) -> int:
+    """Returns how many dimensions a part of an index is for."""
+    if key is None or key is Ellipsis or isinstance(key, bool):
+        return 0
+    return key.ndim if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _exchanged(values: Any, by: Mapping[int, Tensor]) -> Any:
+    """Replaces tensors in arguments, by their id."""
+    if isinstance(values, Mapping):
+        return {name: _exchanged(each, by) for name, each in values.items()}
+    if isinstance(values, (list, tuple)):
+        return type(values)(_exchanged(each, by) for each in values)
+    return by.get(id(values), values)

@@ -287,3 +287,126 @@ def test_a_loss_that_fails_for_another_reason_and_batches_without_tensors_are_no
     assert (finding.verdict, finding.text) == ("not checked", "the loss failed with ValueError: no such thing")
     empty = loop(lambda x, y, step, rank: ("text",))
     assert only(empty).text == "the batches hold no tensors"
+
+
+# ---- numbers that pick a place
+
+
+def picked(model, batch):
+    """Cross-entropy by hand."""
+    x, y = batch
+    return -model(x).log_softmax(1)[torch.arange(len(y)), y].mean()
+
+
+def shifted(x, y, step, rank):
+    """Subtracts 1 from labels that begin at 0."""
+    return x, y - 1
+
+
+def test_a_label_that_an_index_takes_for_the_last_class_is_out_of_range():
+    finding = said(loop(shifted, picked))[0]
+    assert finding.verdict == "fault"
+    assert finding.text.startswith("labels (batch[1]) are -1 to 1, and pick from 3 classes (0 to 2): ")
+    assert finding.text.endswith("of 8 are out of range, and are counted from the other end")
+    assert finding.places == ("batch[1]",)
+
+
+def test_a_label_is_found_where_the_loss_subtracts_or_uses_the_sum_of_the_exponentials():
+    def by_hand(model, batch):
+        logits, y = model(batch[0]), batch[1] - 1
+        return (logits.logsumexp(1) - logits[torch.arange(len(y)), y]).mean()
+
+    assert said(loop(loss=by_hand))[0].text.startswith("labels (batch[1]) are -1 to 1")
+
+
+def test_a_label_of_a_later_batch_is_found():
+    def once(x, y, step, rank):
+        return x, y - int(step == 2)
+
+    assert said(loop(once, picked))[0].text.startswith("labels (batch[1]) are -1 to 1")
+
+
+def test_a_label_of_minus_one_that_a_mask_leaves_out_is_sound():
+    def masked(model, batch):
+        x, y = batch
+        logs = model(x).log_softmax(1)[torch.arange(len(y)), y]
+        return -(logs * (y >= 0)).sum() / (y >= 0).sum()
+
+    assert only(loop(shifted, masked)).verdict == "passed"
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda logs, y: logs.gather(1, y[:, None]),
+        lambda logs, y: torch.take_along_dim(logs, y[:, None], 1),
+        lambda logs, y: logs[range(len(y)), y],
+        lambda logs, y: logs * F.one_hot(y, CLASSES),
+        lambda logs, y: logs * F.embedding(y, torch.eye(CLASSES, requires_grad=True)),
+    ],
+)
+def test_a_number_with_which_the_loss_fails_is_named(pick):
+    def beyond(x, y, step, rank):
+        return x, y + 1
+
+    def loss(model, batch):
+        return -pick(model(batch[0]).log_softmax(1), batch[1]).mean()
+
+    [finding] = [each for each in said(loop(beyond, loss)) if each.verdict == "fault"]
+    assert "(batch[1]) are 1 to 3, and pick from 3 " in finding.text
+    assert "of 8 are out of range, and " in finding.text
+
+
+def test_minus_one_for_the_last_place_in_a_sequence_may_be_meant():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(1, 8), nn.Linear(8, CLASSES)
+
+        def forward(self, x, last):
+            return self.head(self.body(x[..., None])[torch.arange(len(x)), last])
+
+    def ends(x, y, step, rank):
+        return x, y, torch.arange(len(x)) % 3 - 1
+
+    def make():
+        model = Last()
+
+        def loss(batch):
+            return F.cross_entropy(model(batch[0], batch[2]), batch[1])
+
+        return {**loop(ends)(), "model": model, "loss": loss}
+
+    [finding] = [each for each in said(make) if each.verdict != "passed"]
+    assert (finding.verdict, finding.places) == ("note", ("batch[2]",))
+
+
+# ---- columns beside others
+
+
+def joined(columns):
+    """Returns a loop whose first layer gets an embedding and columns of the batch."""
+
+    def make():
+        model = nn.ModuleDict({"table": nn.Embedding(CLASSES, 4), "first": nn.Linear(8, 1)})
+
+        def loss(model, batch):
+            x, y = batch
+            both = torch.cat([model["table"](y), columns(x)], -1).contiguous()
+            return model["first"](both).square().mean()
+
+        return {**loop()(), "model": model, "loss": lambda batch: loss(model, batch)}
+
+    return make
+
+
+def test_a_column_is_followed_to_its_place_beside_an_embedding():
+    finding = said(joined(lambda x: torch.cat([x[:, :3], 480_000 + 1000 * x[:, 3:]], 1)))[0]
+    assert finding.verdict == "fault"
+    assert finding.text.startswith("column 3 of the inputs (batch[0]) has mean 4.8")
+    assert finding.places == ("batch[0]", "first")
+
+
+@pytest.mark.parametrize("columns", [lambda x: x, lambda x: 1e-4 * x, lambda x: 1 + 1e-3 * x])
+def test_columns_beside_an_embedding_may_be_small_or_nearly_constant(columns):
+    assert only(joined(columns)).verdict == "passed"
