@@ -269,6 +269,7 @@ class Numerics(TorchDispatchMode):
         self.modules: list[str] = []
         self.largest = self.apart = 0.0
         self._near: list[Seen] = []
+        self._near_inputs: list[Seen] = []
         self._flat: list[Seen] = []
         self._hard: list[Seen] = []
         self._wrong: list[Seen] = []
@@ -282,7 +283,7 @@ class Numerics(TorchDispatchMode):
         given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
         if name in PRODUCTS:
             self._layer = self.modules[-1] if self.modules else ""
-            self._see_output(out)
+            self._see_output(out, given)
         elif name in NORMS:
             self._see_norm(given, out[-1] if name == "_fused_rms_norm" else out[2])
         elif name in SOFTMAXES and given["self"].numel() > 1:
@@ -305,7 +306,12 @@ class Numerics(TorchDispatchMode):
     def _seen(self, size: float, other: float = 0.0) -> Seen:
         return Seen(self.modules[-1] if self.modules else "", users_line(), size, other)
 
-    def _see_output(self, out: Tensor) -> None:
+    def _see_output(self, out: Tensor, given: Mapping[str, Any]) -> None:
+        for each in given.values():  # such as a time in fp32, which autocast casts
+            if isinstance(each, Tensor) and each.dtype == torch.float16 and each.numel():
+                size = float(each.detach().abs().max())
+                if not size < NEAR:
+                    self._near_inputs.append(self._seen(size))
         if out.numel() and out.is_floating_point():
             size = float(out.detach().abs().max())
             self.largest = max(self.largest, size)
@@ -354,10 +360,11 @@ class Numerics(TorchDispatchMode):
     def found(self) -> list[Finding]:
         """Returns what is wrong."""
         found = []
-        if self._near:
-            size, named = max(each.size for each in self._near), _named(self._near)
-            text = f"outputs of {named} reach {size:.4g} in fp16, whose largest number is {LARGEST:.0f}"
-            found.append(_fault(text, self._near, "scale the layer's weights or input down, or use bf16"))
+        near = self._near or self._near_inputs  # where an output is near, it is the input of what comes next
+        if near:
+            size, what = max(each.size for each in near), "outputs" if self._near else "inputs"
+            text = f"{what} of {_named(near)} reach {size:.4g} in fp16, whose largest number is {LARGEST:.0f}"
+            found.append(_fault(text, near, "scale the layer's weights or input down, or use bf16"))
         if self._flat:
             worst = min(self._flat, key=lambda each: each.size / each.other)
             text = f"the input of {_named(self._flat)} has a variance of {worst.size:.2g}, far below"

@@ -17,6 +17,9 @@ from stabletrain.beside.preflight.recording import parameters_of, replaced, user
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
+LOWEST = 2.0**-8
+"""Loss scale below which no gradient is looked for: fp16 would lose all of a usual one."""
+
 Gradients = dict[str, Tensor]
 
 
@@ -120,12 +123,19 @@ def gradient_of(loop: Loop, batch: Any, number: int = 1) -> tuple[float, Gradien
         each.grad = None
     seed(number)
     loss = loop.loss(batch)
-    # fp16 has no numbers below 6e-8, and none above 65504. The scaler's own scale may be too large at first.
-    scale = 2.0**10 if loop.scaler is not None and loop.scaler.is_enabled() else 1.0
-    (loss * scale).backward()
-    gradients = {name: each.grad.detach() / scale for name, each in parameters.items() if each.grad is not None}
-    for each in parameters.values():
-        each.grad = None
+    # fp16 has no numbers below 6e-8, and none above 65504. The scaler's own scale may be too large at first: then it is
+    # lowered as the scaler would do. Compiled code keeps nothing for a second backward pass.
+    scale, again = 1.0, False
+    if loop.scaler is not None and loop.scaler.is_enabled():
+        scale, again = min(loop.scaler.get_scale(), 2.0**10), not loop.compiled
+    while True:
+        (loss * scale).backward(retain_graph=again)
+        gradients = {name: each.grad.detach() / scale for name, each in parameters.items() if each.grad is not None}
+        for each in parameters.values():
+            each.grad = None
+        if not again or scale <= LOWEST or all(bool(each.isfinite().all()) for each in gradients.values()):
+            break
+        scale /= 16
     return float(loss.detach()), gradients
 
 

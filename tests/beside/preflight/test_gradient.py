@@ -36,6 +36,17 @@ def test_a_plain_loop_passes_with_its_slope():
     assert slope == pytest.approx(meant, rel=1e-5)
 
 
+@pytest.mark.parametrize("init_scale", [2.0**4, 2.0**16])
+def test_the_loss_scale_is_no_larger_than_the_loops_and_is_lowered_until_the_gradient_is_finite(init_scale):
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.float16):
+            return 1e3 * F.mse_loss(model(batch[0]).float(), 4 * batch[1])  # its gradient is above 64
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    found = found_of(loss=loss, precision="fp16", scaler=scaler)
+    assert [each.verdict for each in found] == ["passed", "passed"]
+
+
 def test_an_autograd_function_is_found():
     [found] = faults_of(lambda net, x: HalfSwish.apply(x))
     assert "HalfSwish" in found.places

@@ -96,6 +96,24 @@ def test_outputs_near_the_largest_number_of_fp16_are_named_and_those_of_bf16_are
     assert only(loop(lambda: Large(100.0), precision="fp16")).verdict == "passed"
 
 
+def test_an_input_near_the_largest_number_of_fp16_that_autocast_casts_is_named():
+    def small():
+        model = classifier()
+        with torch.no_grad():
+            model[0].weight.mul_(1e-4)
+        return model
+
+    def far(model, x, y):
+        return mean_loss(model, 4e3 * x, y)
+
+    finding = only(loop(small, far, precision="fp16"))
+    assert finding.verdict == "fault"
+    assert finding.text.startswith("inputs of 0 reach ")
+    assert finding.places == ("0",)
+    assert only(loop(small, far, precision="bf16")).verdict == "passed"
+    assert only(loop(small, lambda model, x, y: mean_loss(model, 40 * x, y), precision="fp16")).verdict == "passed"
+
+
 def test_weights_near_the_largest_number_of_fp16_are_named():
     model = classifier().half()
     with torch.no_grad():
