@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stabletrain.beside.preflight.finding import Finding, listed
+from stabletrain.beside.preflight.finding import Finding, Verdict, listed
 from stabletrain.beside.preflight.loop import Loop, Maker
 from stabletrain.beside.preflight.tracing import Input, Pick, Traced, Use, tensors_of, trace
 
@@ -531,7 +531,7 @@ def _of_picks_in(make: Maker, traced: Traced, batch: Any) -> list[Finding]:
     return [_not_a_place(pick, "fault" if pick.among_classes else "note", "and are counted from the other end")]
 
 
-def _not_a_place(pick: Pick, verdict: str, does: str) -> Finding:
+def _not_a_place(pick: Pick, verdict: Verdict, does: str) -> Finding:
     """Says which numbers are no place."""
     outside = int(((pick.index < 0) | (pick.index >= pick.size)).sum())
     what = "labels" if pick.among_classes or pick.function == "one_hot" else "numbers"

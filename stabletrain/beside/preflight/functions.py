@@ -1,6 +1,7 @@
 """The user's own autograd functions, each alone: its backward pass against finite differences of its forward pass.
 
-A function is called again on the inputs that it had in training, in fp64.
+A function is called again on the inputs that it had in training, in fp64. One that uses parameters in another way than
+as its inputs, as a checkpoint written by hand does, is called with the parameters themselves, turned to fp64.
 """
 
 import functools
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from stabletrain.beside.preflight.finding import Finding
 from stabletrain.beside.preflight.loop import Loop, seed
-from stabletrain.beside.preflight.plain import InDouble, doubled, mapped
+from stabletrain.beside.preflight.plain import InDouble, doubled, in_double, mapped
 from stabletrain.errors import is_own
 
 NAME = "gradient"
@@ -38,12 +39,16 @@ class Call:
         inputs: copies of its arguments.
         needs: numbers of those that need a gradient.
         module: name of the model's module that called it; empty if it is none.
+        parameters: those of its arguments that are parameters, by their number.
+        loop: that called it.
     """
 
     function: type[Any]
     inputs: tuple[Any, ...]
     needs: tuple[int, ...]
     module: str
+    parameters: dict[int, nn.Parameter]
+    loop: Loop
 
     @property
     def name(self) -> str:
@@ -68,7 +73,8 @@ def recorded_calls(loop: Loop) -> Generator[list[Call], None, None]:
         needs = tuple(index for index, each in enumerate(inputs) if differentiable(each) and each.requires_grad)
         if needs and not any(each.function is function for each in calls):
             copies = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
-            calls.append(Call(function, copies, needs, calling_module(names)))
+            own = {index: each for index, each in enumerate(inputs) if isinstance(each, nn.Parameter)}
+            calls.append(Call(function, copies, needs, calling_module(names), own, loop))
         return inner(*args, **kwargs)
 
     with ExitStack() as stack:
@@ -133,14 +139,20 @@ def check_call(call: Call) -> Finding | None:
     where = f"{call.name} ({call.module})" if call.module else call.name
     places = tuple(each for each in (call.name, call.module) if each)
     try:
-        return checked_alone(call, where, places)
+        return checked_alone(Alone(call), where, places)
     except Exception as error:  # of the user's function, which need not take fp64, nor work alone
+        if call.parameters:
+            try:
+                with in_double(call.loop):
+                    return checked_alone(Alone(call, bound=True), where, places)
+            except Exception as other:
+                error = other
         return Finding(NAME, "not checked", f"{where} cannot be called alone in fp64: {error}", places, call.line)
 
 
-def checked_alone(call: Call, where: str, places: tuple[str, ...]) -> Finding | None:
+def checked_alone(alone: "Alone", where: str, places: tuple[str, ...]) -> Finding | None:
     """Calls a function alone; see `check_call`."""
-    alone = Alone(call)
+    call = alone.call
     compared = {index: alone.compared(index) for index in call.needs}
     wrong = [
         index
@@ -176,6 +188,7 @@ class Alone:
 
     Args:
         call: its inputs.
+        bound: whether it is called with the parameters themselves, which are in fp64 by now, and not with copies.
 
     Attributes:
         draws: whether the backward pass draws random numbers.
@@ -186,10 +199,11 @@ class Alone:
         rounds: whether the forward pass is constant in an input, but for jumps.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, *, bound: bool = False) -> None:
         self.call, self.rounds = call, False
         self.returned: set[int] = set()
-        self.inputs = mapped(doubled, [*call.inputs])
+        self.own = call.parameters if bound else {}
+        self.inputs = [self.own.get(index, each) for index, each in enumerate(mapped(doubled, [*call.inputs]))]
         seed(0)
         first = self.outputs(self.inputs)
         self.given = [torch.randn_like(each) for each in first]
@@ -207,7 +221,10 @@ class Alone:
         """Returns the outputs that can have a gradient; the seed fixes the random numbers."""
         seed(number)
         # With clones, as a function may work in place.
-        values = [each.clone() if isinstance(each, Tensor) else each for each in inputs]
+        values = [
+            each.clone() if isinstance(each, Tensor) and index not in self.own else each
+            for index, each in enumerate(inputs)
+        ]
         with InDouble():
             found = self.call.function.apply(*values)
         return [each for each in (found if isinstance(found, tuple) else (found,)) if differentiable(each)]
@@ -219,12 +236,17 @@ class Alone:
     def differentiated(self, number: int) -> list[Tensor]:
         """Returns the gradients of the inputs; the seed is that of the backward pass."""
         needs = self.call.needs
-        leaves = [each.clone().requires_grad_() if at in needs else each for at, each in enumerate(self.inputs)]
+        leaves = [
+            each.clone().requires_grad_() if at in needs and at not in self.own else each
+            for at, each in enumerate(self.inputs)
+        ]
         with torch.enable_grad():
             found = self.called(leaves)
         pairs = [(each, given) for each, given in zip(found, self.given, strict=True) if each.requires_grad]
         outputs, given = [each for each, _ in pairs], [each for _, each in pairs]
         wanted = [leaves[index] for index in needs]
+        for each in wanted:
+            each.grad = None
         seed(number)
         function = self.call.function
         inner = function.backward
@@ -235,7 +257,10 @@ class Alone:
 
         with static_replaced(function, "backward", backward):
             torch.autograd.backward(outputs, given, inputs=wanted)
-        return [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
+        found = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
+        for each in wanted:
+            each.grad = None
+        return found
 
     def size(self, index: int) -> float:
         """Returns the typical size of a slope along the direction."""
@@ -247,9 +272,15 @@ class Alone:
         direction = self.directions[index]
         ends = []
         for sign in (1, -1):
-            inputs = [*self.inputs]
-            inputs[index] = inputs[index] + sign * step * direction
-            ends.append(self.outputs(inputs))
+            inputs, own = [*self.inputs], self.own.get(index)
+            if own is None:
+                inputs[index] = inputs[index] + sign * step * direction
+                ends.append(self.outputs(inputs))
+            else:  # the function may use it elsewhere, too
+                kept = own.data
+                own.data = kept + sign * step * direction
+                ends.append(self.outputs(inputs))
+                own.data = kept
         return [(after - before) / (2 * step) for after, before in zip(*ends, strict=True)]
 
     def compared(self, index: int) -> tuple[float, float, bool]:
@@ -290,4 +321,4 @@ class Alone:
 
 def scale_of(tensor: Tensor) -> float:
     """Returns the size of a tensor's numbers; 1 if all are 0."""
-    return float(tensor.double().square().mean().sqrt()) or 1.0
+    return float(tensor.detach().double().square().mean().sqrt()) or 1.0

@@ -166,23 +166,34 @@ def differing(one: Gradients, two: Gradients, allowed: dict[str, float]) -> list
 
 
 def compiled_without_dropout(make: Maker, how: str) -> list[Finding]:
-    """Compares the compiled model with the plain one, both without dropout."""
+    """Compares the compiled model with the plain one, both without dropout; in eval mode, if it still draws numbers."""
+    for mode in ("without dropout", "in eval mode"):
+        loop = _with_less_randomness(make, mode)
+        with without_dropout(loop.model):
+            loss, gradient = gradient_of(loop, loop.batch(0))
+        loop = _with_less_randomness(make, mode)
+        with eager(), without_dropout(loop.model):
+            plain_loss, plain = gradient_of(loop, loop.batch(0))
+            again = gradient_of(loop, loop.batch(0), 2)[1]
+        allowed = allowed_of(make, plain)
+        wrong = differing(gradient, plain, allowed)
+        if not wrong:
+            value = cosine(gradient, plain)
+            return [
+                Finding(NAME, "passed", f"{mode} the {how} gradient is that of the plain model: cosine {value:.7f}")
+            ]
+        if not differing(again, plain, allowed):
+            return [compiled_wrong(gradient, plain, loss, plain_loss, wrong)]
+    text = "the compiled model draws random numbers of its own, perhaps others than the plain one, in eval mode too"
+    return [Finding(NAME, "not checked", text)]
+
+
+def _with_less_randomness(make: Maker, mode: str) -> Loop:
+    """Returns a fresh loop, in eval mode if that is wanted."""
     loop = make()
-    with without_dropout(loop.model):
-        loss, gradient = gradient_of(loop, loop.batch(0))
-    loop = make()
-    with eager(), without_dropout(loop.model):
-        plain_loss, plain = gradient_of(loop, loop.batch(0))
-        again = gradient_of(loop, loop.batch(0), 2)[1]
-    allowed = allowed_of(make, plain)
-    wrong = differing(gradient, plain, allowed)
-    if not wrong:
-        text = f"without dropout the {how} gradient is that of the plain model: cosine {cosine(gradient, plain):.7f}"
-        return [Finding(NAME, "passed", text)]
-    if differing(again, plain, allowed):
-        text = "the compiled model draws random numbers of its own, perhaps others than the plain one"
-        return [Finding(NAME, "not checked", text)]
-    return [compiled_wrong(gradient, plain, loss, plain_loss, wrong)]
+    if mode == "in eval mode":
+        loop.model.eval()
+    return loop
 
 
 def compiled_wrong(one: Gradients, two: Gradients, loss: float, plain_loss: float, wrong: list[str]) -> Finding:

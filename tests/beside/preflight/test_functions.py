@@ -98,6 +98,40 @@ class Recomputed(Function):
         return None, x.grad
 
 
+class RecomputedByHand(Function):
+    """A checkpoint by hand: differentiates the parameters of what it runs, which are its inputs only by name."""
+
+    keeps, factor = True, 1.0
+
+    @classmethod
+    def forward(cls, ctx, run, x, *parameters):
+        ctx.run, ctx.x, ctx.parameters, ctx.drawn = run, x, parameters, torch.get_rng_state()
+        with torch.no_grad():
+            return run(x)
+
+    @classmethod
+    def backward(cls, ctx, grad):
+        x = ctx.x.detach().requires_grad_()
+        with torch.random.fork_rng(), torch.enable_grad():
+            if cls.keeps:
+                torch.set_rng_state(ctx.drawn)
+            out = ctx.run(x)
+        gradients = torch.autograd.grad(out, [x, *ctx.parameters], grad)
+        return None, gradients[0], *(cls.factor * each for each in gradients[1:])
+
+
+class RedrawnByHand(RecomputedByHand):
+    """The same with other dropout."""
+
+    keeps = False
+
+
+class HalfByHand(RecomputedByHand):
+    """The same with half of the gradient of its parameters."""
+
+    factor = 0.5
+
+
 class Reversed(Function):
     """Returns its input, and reverses the gradient."""
 
@@ -203,3 +237,25 @@ def test_the_classes_are_as_before():
     found_in(lambda net, x: Swish.apply(x))
     assert (vars(Swish)["forward"], vars(Swish)["backward"]) == before
     assert "forward" not in vars(HalfSwish)
+
+
+def run_by(function):
+    """Returns what calls an inner layer by a function that recomputes it."""
+
+    def between(net, x):
+        if not hasattr(net, "inner"):
+            torch.manual_seed(0)
+            net.inner = torch.nn.Linear(8, 8)
+        return function.apply(lambda x: net.drop(net.inner(x)), x, *net.inner.parameters())
+
+    return between
+
+
+def test_a_function_that_differentiates_parameters_which_it_does_not_use_as_inputs_is_checked():
+    assert found_in(run_by(RecomputedByHand)) is None
+    found = found_in(run_by(RedrawnByHand))
+    assert (found.verdict, found.places) == ("fault", ("RedrawnByHand",))
+    assert "draws other random numbers than the forward pass" in found.text
+    found = found_in(run_by(HalfByHand))
+    assert found.verdict == "fault"
+    assert "the gradient of input 2 is 0.5 times the right one" in found.text

@@ -107,6 +107,29 @@ def test_a_compiler_that_changes_the_loss_is_found(between):
     assert "first.weight" in found.places
 
 
+class DropPath(nn.Module):
+    """Drops whole rows by numbers that it draws itself, in training mode."""
+
+    def forward(self, x):
+        return x * torch.bernoulli(torch.full((len(x), 1), 0.5)) if self.training else x
+
+
+def test_a_compiled_model_that_draws_numbers_of_its_own_is_compared_in_eval_mode():
+    def between(net, x):
+        return net.path(F.gelu(x))
+
+    def model():
+        net = Net(between)
+        net.path = DropPath()
+        return net
+
+    torch.compiler.reset()
+    assert not faults_of(model=model, **compiled({}))
+    torch.compiler.reset()
+    [found] = faults_of(model=model, **compiled({F.gelu: F.silu}))
+    assert "the compiled model computes another gradient than the plain one" in found.text
+
+
 # ---- parameters without gradient
 
 
