@@ -7,7 +7,7 @@ as its inputs, as a checkpoint written by hand does, is called with the paramete
 import functools
 import sys
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,16 +138,14 @@ def check_call(call: Call) -> Finding | None:
     """
     where = f"{call.name} ({call.module})" if call.module else call.name
     places = tuple(each for each in (call.name, call.module) if each)
-    try:
-        return checked_alone(Alone(call), where, places)
-    except Exception as error:  # of the user's function, which need not take fp64, nor work alone
-        if call.parameters:
-            try:
-                with in_double(call.loop):
-                    return checked_alone(Alone(call, bound=True), where, places)
-            except Exception as other:
-                error = other
-        return Finding(NAME, "not checked", f"{where} cannot be called alone in fp64: {error}", places, call.line)
+    reason = ""
+    for bound in (False, True) if call.parameters else (False,):
+        try:
+            with in_double(call.loop) if bound else nullcontext():
+                return checked_alone(Alone(call, bound=bound), where, places)
+        except Exception as error:  # of the user's function, which need not take fp64, nor work alone
+            reason = str(error)
+    return Finding(NAME, "not checked", f"{where} cannot be called alone in fp64: {reason}", places, call.line)
 
 
 def checked_alone(alone: "Alone", where: str, places: tuple[str, ...]) -> Finding | None:

@@ -255,6 +255,7 @@ def silent_parameters(make: Maker, run: Run) -> list[str]:
     names = {loop.name_of(each) for optimizer in loop.optimizers for each in parameters_of(optimizer)}
     silent = [name for name in trained(loop) if name in names and not gets_some(run.gradient, name)]
     if silent and loop.precision != "fp32":  # in fp16 a small gradient becomes 0
+        loop = make()
         with eager(), without_autocast():
             gradient = gradient_of(loop, loop.batch(0))[1]
         silent = [name for name in silent if not gets_some(gradient, name)]
