@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stabletrain.beside.preflight.finding import Finding
+from stabletrain.beside.preflight.finding import Finding, listed
 from stabletrain.beside.preflight.loop import Loop, Maker, seed
 from stabletrain.beside.preflight.plain import (
     Gradients,
@@ -39,6 +39,9 @@ MOST_CALLS = 32
 
 MOST_PARTS = 64
 """Micro-batches whose gradients are computed apart; more would take too long."""
+
+SEVERAL = 8
+"""Numbers of a gradient that are not all the same multiple of another's by accident."""
 
 COORDINATES = 200_000
 """Numbers of a gradient that are used to find the weights of micro-batches: many more than there are weights."""
@@ -89,7 +92,7 @@ class Compared:
     """
 
     def __init__(self, make: Maker, start: int, first: "Compared | None" = None) -> None:
-        self.start, self.first, self.factor, self.loss = start, first, 1.0, float("nan")
+        self.make, self.start, self.first, self.factor, self.loss = make, start, first, 1.0, float("nan")
         self.loop = make()
         self.tolerance = tolerance(self.loop)
         self.update = taken(make(), start)
@@ -182,12 +185,16 @@ class Compared:
             total, usual = sum(given), len(given)
             if given_error <= self.tolerance and min(abs(total - usual), abs(total * usual - 1)) < 0.01:
                 return self.fault(given, [1 / usual] * usual, late=late)
+            if found := self.of_one_loss(batch, whole):
+                return found
             reason = (
                 "the gradient of the batch is not a sum of those of its parts, as with batch normalization, a loss of "
                 "pairs or random numbers of the model's own, so that micro-batches cannot be compared with it"
             )
             return Finding(NAME, "not checked", reason)
         if given_error > self.tolerance:
+            if found := self.of_one_loss(batch, whole):
+                return found
             text = (
                 f"the gradient of step is not that of loss ({self.name}), and no weights of {len(parts)} micro-batches "
                 f"explain it: cosine {cosine(update.gradient, whole):.3f}"
@@ -196,6 +203,47 @@ class Compared:
         if self.normalized(sum(given)):
             return self.normalized_note()
         return self.fault(given, right, late=late)
+
+    def of_one_loss(self, batch: Any, whole: Gradients) -> Finding | None:
+        """Finds parameters of one of several losses that is not divided by the number of micro-batches, or twice.
+
+        Their gradient is as many times too long as there are micro-batches, and right if there is only one. Parameters
+        that several losses share have no factor, and are not looked at.
+        """
+        update = self.update
+        count = len(update.parts)
+        for factor in (count, 1 / count) if len(update.batches) == 1 else ():
+            names = self.multiplied(update.gradient, whole, factor)
+            if not names or not self.multiplied(update.gradient, whole, 1.0):
+                continue
+            for rows_of_one in (update.parts[0], update.parts[0][:1]):
+                alone = chosen(batch, rows_of_one)
+                loop = self.make()
+                loop.batch = lambda *_, alone=alone: alone
+                one = taken(loop, 0)
+                # A weight of the loss, or of the parameters' gradient, would be there with one micro-batch as well.
+                right = not one.reason and len(one.parts) == 1 and len(one.batches) == 1
+                if right and {*names} <= {*self.multiplied(one.gradient, self.of_loss(alone), 1.0)}:
+                    return self.fault_of_one_loss(names, factor)
+        return None
+
+    def multiplied(self, given: Gradients, whole: Gradients, factor: float) -> list[str]:
+        """Returns the parameters whose gradient is so many times that of the loss; SEVERAL numbers are no accident."""
+        found = [name for name, each in whole.items() if name in given and int((each != 0).sum()) >= SEVERAL]
+        return [name for name in found if far({name: given[name]}, {name: factor * whole[name]}) <= self.tolerance]
+
+    def fault_of_one_loss(self, names: list[str], factor: float) -> Finding:
+        """Says which parameters have too long or too short a gradient."""
+        count = len(self.update.parts)
+        text = (
+            f"the gradient of {count} micro-batches is {factor:.3g} times that of the batch for {listed(names)}, and "
+            f"right for others ({self.name}); with one micro-batch it is right for them, too: of several losses one is "
+        )
+        if factor > 1:
+            text, fix = f"{text}added up, not averaged", f"divide each of the losses by {count} before backward()"
+        else:
+            text, fix = f"{text}divided twice", f"divide each of the losses only once by {count}"
+        return Finding(NAME, "fault", text, tuple(names), self.update.line, fix)
 
     def normalized(self, factor: float) -> bool:
         """Whether a gradient is longer than any sum over the numbers of a batch: then step sets its norm."""

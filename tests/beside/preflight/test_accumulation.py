@@ -124,6 +124,50 @@ def test_a_last_batch_without_update_must_leave_no_gradient(zeroed, verdict):
     assert "gets no update" in found.text
 
 
+class Heads(nn.Module):
+    """Two heads on a trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def losses(self, batch):
+        hidden = self.trunk(batch[0]).tanh()
+        return [(head(hidden) - batch[1]).square().mean() for head in (self.one, self.two)]
+
+
+def two_losses(weights, rows_of_part=lambda rows: 4):
+    """Returns what is found of micro-batches of four rows whose two losses have these weights, by their number."""
+
+    def made(net, optimizers, loss):
+        def step(batch):
+            optimizers[0].zero_grad()
+            parts = [*zip(*(each.split(rows_of_part(len(each))) for each in batch), strict=True)]
+            for part in parts:
+                sum(w * each for w, each in zip(weights(len(parts)), net.losses(part), strict=True)).backward()
+            optimizers[0].step()
+
+        return step
+
+    return one_of(model=Heads, loss=lambda net, batch: sum(net.losses(batch)), step=made)
+
+
+@pytest.mark.parametrize("rows_of_part", [lambda rows: 4, lambda rows: -(-rows // 4)])
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [(lambda count: 1, "4 times that of the batch for two.weight"), (lambda count: count**-2, "0.25 times that")],
+)
+def test_one_of_two_losses_that_is_not_divided_is_found_by_the_parameters_of_its_head(second, says, rows_of_part):
+    found = two_losses(lambda count: (1 / count, second(count)), rows_of_part)
+    assert (found.verdict, found.places) == ("fault", ("two.weight",))
+    assert says in found.text
+
+
+def test_a_loss_that_counts_four_times_as_much_with_any_number_of_micro_batches_is_only_noted():
+    assert two_losses(lambda count: (1 / count, 4 / count)).verdict == "note"
+    assert two_losses(lambda count: (1 / count, 1 / count)).verdict == "passed"
+
+
 def test_a_step_that_trains_something_else_is_only_noted():
     def made(net, optimizers, loss):
         def step(batch):
