@@ -47,6 +47,10 @@ STEP = 1e-6
 """How far weights are moved, relative to their size: the error of central differences is of the order of its square,
 and rounding in fp64 adds about 1e-16 / 1e-6 of the loss."""
 
+ASIDE = 1e-2
+"""How far the weights are moved off an edge of the loss, relative to their size: ten thousand times STEP, so that few
+edges are within it, and no other loss in kind."""
+
 SIGNIFICANT = 1e-7
 """Slope relative to the loss that is more than rounding: a thousand times 1e-10."""
 
@@ -351,7 +355,15 @@ def finite_differences(make: Maker, run: Run, *, faulty: bool) -> list[Finding]:
     found = dependence(probe, run, silent) if silent else []
     if faulty or any(each.verdict == "fault" for each in found):
         return found
-    return [*found, along_a_direction(probe, [name for name in probe.gradient if name not in silent])]
+    names = [name for name in probe.gradient if name not in silent]
+    whole = along_a_direction(probe, names)
+    if whole.verdict != "passed":
+        # Weights that begin at 0, or a constant background, put the inputs of many ReLUs at exactly 0. The gradient is
+        # right everywhere or nowhere: compare it beside this edge.
+        probe = Probe(make, ASIDE)
+        beside = along_a_direction(probe, [name for name in names if name in probe.gradient])
+        whole = whole if beside.verdict == "not checked" else beside
+    return [*found, whole]
 
 
 class Probe:
@@ -359,10 +371,12 @@ class Probe:
 
     Args:
         make: makes fresh loops.
+        aside: how far the weights are moved along a random direction first, relative to their size.
     """
 
-    def __init__(self, make: Maker) -> None:
-        self.make, self.loop = make, make()
+    def __init__(self, make: Maker, aside: float = 0.0) -> None:
+        self.make, self.aside = make, aside
+        self.loop = self.moved_aside()
         batch = mapped(doubled, self.loop.batch(0))
         with in_double(self.loop):
             self.value, self.gradient = gradient_of(self.loop, batch)
@@ -370,9 +384,20 @@ class Probe:
         self.repeats = True
         self.repeats = self.loss({}, 0.0) == self.value
 
+    def moved_aside(self) -> Loop:
+        """Returns a fresh loop with its weights moved aside."""
+        loop = self.make()
+        if self.aside:
+            generator = torch.Generator().manual_seed(2)
+            for each in trained(loop).values():
+                size = float(each.detach().square().mean().sqrt()) or 0.01
+                noise = torch.randn(each.shape, generator=generator).to(each)
+                each.data.add_(noise, alpha=self.aside * size)
+        return loop
+
     def loss(self, direction: Gradients, step: float) -> float:
         """Returns the loss with the weights moved so far along a direction."""
-        loop = self.loop if self.repeats else self.make()
+        loop = self.loop if self.repeats else self.moved_aside()
         batch = mapped(doubled, loop.batch(0))
         with in_double(loop):
             parameters = trained(loop)
@@ -421,6 +446,8 @@ def along_a_direction(probe: Probe, names: list[str]) -> Finding:
         text = (
             f"along a random direction of all weights the loss has the slope {slope:.6g}, by its gradient {meant:.6g}"
         )
+        if probe.aside:
+            text = f"{text}, with the weights moved by {probe.aside:.0%}, as the loss is not smooth where they are"
         return Finding(NAME, "passed", text)
     # Where the loss has a kink, any number between the slopes of the two sides may be taken for its gradient.
     if not probe.smooth(direction, slope) or probe.bend(direction) >= abs(slope - meant):

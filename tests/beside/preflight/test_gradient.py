@@ -36,6 +36,28 @@ def test_a_plain_loop_passes_with_its_slope():
     assert slope == pytest.approx(meant, rel=1e-5)
 
 
+class ZeroGate(Net):
+    """A residual branch that begins at 0: the last ReLU's inputs are exactly 0 where the first one's are negative."""
+
+    def __init__(self, twice):
+        super().__init__()
+        self.gate, self.twice = nn.Parameter(torch.zeros(8)), twice
+
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        x = x + x.detach() if self.twice else x
+        return self.second(F.relu(x + self.gate * x.roll(1, 1)))
+
+
+def test_a_loss_with_a_kink_at_the_weights_is_compared_beside_them():
+    [found] = found_of(model=lambda: ZeroGate(twice=False))
+    assert found.verdict == "passed"
+    assert found.text.endswith("with the weights moved by 1%, as the loss is not smooth where they are")
+    [found] = found_of(model=lambda: ZeroGate(twice=True))
+    assert found.verdict == "note"
+    assert "a part is detached" in found.text
+
+
 @pytest.mark.parametrize("init_scale", [2.0**4, 2.0**16])
 def test_the_loss_scale_is_no_larger_than_the_loops_and_is_lowered_until_the_gradient_is_finite(init_scale):
     def loss(model, batch):
