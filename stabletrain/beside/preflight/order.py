@@ -55,16 +55,19 @@ class LeftOver:
     """Finds gradients that an optimizer has used in one step, and gets again in the next, added to that step's own.
 
     A loop that accumulates over calls of `step` is clean: what it adds up no optimizer has used yet. So is one that
-    writes gradients itself, in place of the old ones. What is left is certain only where the same step, taken again with
-    0 in place of the old gradients, gives the optimizers something else.
+    writes gradients itself, in place of the old ones: what is left is certain only where the same step, taken again with
+    0 in place of the old gradients, gives the optimizers something else; or, where no step can be taken again, where a
+    backward pass has added to them.
 
     Attributes:
         used: parameters whose gradient an optimizer has used and that was not missing or 0 at any backward pass since.
         steps: numbers of the steps in which a parameter's old gradient was used again, by the parameter's name.
+        accumulated: names of those to which a backward pass has added then.
         line: of the first backward pass of the first such step.
     """
 
     used: set[str] = field(default_factory=set)
+    accumulated: set[str] = field(default_factory=set)
     steps: dict[str, list[int]] = field(default_factory=dict)
     line: str = ""
 
@@ -72,18 +75,19 @@ class LeftOver:
         """Adds a step, with its number."""
         self.used -= step.cleared
         given = {name: each for gradients in step.given.values() for name, each in gradients.items()}
-        for name in [name for name in given if name in self.used & step.accumulated]:
+        self.accumulated |= self.used & step.accumulated & given.keys()
+        for name in [name for name in given if name in self.used]:
             self.steps.setdefault(name, []).append(number)
             self.line = self.line or first_line(step)
         self.used |= {name for name, each in given.items() if bool(each.any())}
 
-    def found(self, make: Maker) -> list[Finding]:
-        """Returns what was found, and confirmed in fresh loops."""
+    def found(self, make: Maker | None) -> list[Finding]:
+        """Returns what was found, and confirmed in fresh loops; None if there are none."""
         if not self.steps:
             return []
         most = Counter(number for each in self.steps.values() for number in each).most_common(1)[0][0]
         old = {name for name, each in self.steps.items() if most in each}
-        changed = changed_by(make, old, most)
+        changed = self.accumulated if make is None else changed_by(make, old, most)
         names = [name for name in self.steps if name in changed]
         if not names:
             return []

@@ -194,7 +194,7 @@ class Script:
         """Checks the order of each step's parts."""
         steps: list[RecordedStep] = [*self.steps]
         changes = [change for step in self.steps for change in step.changes]
-        found = [*self._misused, *self.left.found(), *schedulers(self.loop, steps, whole=False)]
+        found = [*self._misused, *self.left.found(None), *schedulers(self.loop, steps, whole=False)]
         found += [*self._scaled, *of_changes(changes)]
         scaled = " and loss scale" if self.loop.scaler is not None else ""
         text = f"{sum(step.updates for step in self.steps)} updates: each begins without old gradients, and schedulers"
