@@ -137,11 +137,14 @@ class Shard:
         batches: of each a number that is equal if it has the same rows, in any order; and how many distinct rows and
             rows it has.
         rows: how often each row comes, by a number for it.
+        overlaps: of each batch but the first, how many of its first rows are the last ones of the batch before, in
+            their order.
         columns: by name of the tensor.
     """
 
     batches: list[tuple[int, int, int]] = field(default_factory=list)
     rows: Counter[int] = field(default_factory=Counter)
+    overlaps: list[int] = field(default_factory=list)
     columns: dict[str, Column] = field(default_factory=dict)
 
     @property
@@ -240,8 +243,12 @@ def line_of(function: Callable[..., Any]) -> str:
 def _shard(batches: Iterable[Any], ignored: dict[str, int | None]) -> Shard:
     """Reads a rank's batches."""
     shard = Shard()
+    before: list[int] = []
     for batch in batches:
         rows = _rows(batch)
+        if shard.batches:
+            shard.overlaps.append(_overlap(before, rows) if rows else 0)
+        before = rows
         shard.batches.append((hash(tuple(sorted(rows))), len(set(rows)), len(rows)))
         shard.rows.update(rows)
         for name, tensor in tensors_of(batch).items():
@@ -262,6 +269,15 @@ def _rows(batch: Any) -> list[int]:
         if len(tensor) == len(tensors[0]):
             parts.append([row.tobytes() for row in tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()])
     return [hash(row) for row in zip(*parts, strict=True)]
+
+
+def _overlap(before: list[int], rows: list[int]) -> int:
+    """Returns how many of a batch's first rows are the last ones of the batch before, in their order, and distinct."""
+    for start, row in enumerate(before):
+        count = len(before) - start
+        if row == rows[0] and before[start:] == rows[:count]:
+            return count if len({*rows[:count]}) == count else 0
+    return 0
 
 
 def key_of(batch: Any) -> int:
@@ -301,6 +317,19 @@ def _repeated(shards: list[Shard], epoch: int, line: str) -> list[Finding]:
             return [Finding("data", "note", text, ("batch",), line, "say in `epoch` after how many batches they do")]
         fix = "make one iterator per epoch (not `next(iter(loader))` in each step), and give each worker its own part"
         return [Finding("data", "fault", f"{text}: the data are not gone through", ("batch",), line, fix)]
+    for rank, shard in enumerate(shards):
+        # Several distinct rows in the same order, from each batch to the next, are no chance. The last may be shorter.
+        rows = [rows for _, _, rows in shard.batches]
+        if len(rows) < 3 or any(
+            min(DISTINCT, size) > each for size, each in zip(rows[1:], shard.overlaps, strict=True)
+        ):
+            continue
+        text = f"each batch begins with the last {shard.overlaps[0]} of the {rows[0]} rows of the one before"
+        text += f", on rank {rank}: " if len(shards) > 1 else ": "
+        text += f"{len(shard.rows)} distinct rows in the {sum(rows)} of {len(rows)} batches"
+        # An epoch goes through each row once. Without epochs a window of the latest rows may be meant.
+        fix = "begin each batch where the one before ends: rows[step * size : (step + 1) * size]"
+        return [Finding("data", "fault" if epoch else "note", text, ("batch",), line, fix)]
     share = max((shard.again for shard in shards), default=0.0)
     if share >= 0.5:
         text = f"{share:.0%} of the rows come more than once within an epoch: few distinct rows, or repeated ones"

@@ -70,6 +70,49 @@ def test_the_same_rows_in_another_order_are_the_same_batch():
     assert said(loop(rolled, step_of=lambda step, rank: (0, rank)))[0].text.startswith("2 of 3 batches")
 
 
+def window(stride, epoch=4, mixed=False):
+    """Returns a `batch` whose batches begin so many rows after the one before."""
+
+    def batch(step, rank=0):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(step // epoch))[rank::2]
+        rows = order[stride * (step % epoch) :][:SIZE]
+        rows = rows[torch.randperm(SIZE, generator=torch.Generator().manual_seed(step))] if mixed else rows
+        return X[rows], Y[rows]
+
+    return batch
+
+
+def test_batches_that_overlap_with_the_one_before_are_told_with_the_number_of_rows():
+    finding = said(loop(batch=window(2), epoch=4))[0]
+    assert (finding.verdict, finding.places) == ("fault", ("batch",))
+    assert finding.text == (
+        "each batch begins with the last 6 of the 8 rows of the one before, on rank 0: 14 distinct rows in the 32 of 4 "
+        "batches"
+    )
+    assert finding.fix.startswith("begin each batch where the one before ends")
+
+
+def test_batches_that_overlap_up_to_a_shorter_last_one():
+    finding = said(loop(batch=window(4, epoch=6), epoch=6))[0]
+    assert finding.verdict == "fault"
+    assert (
+        "the last 4 of the 8 rows of the one before, on rank 0: 24 distinct rows in the 44 of 6 batches" in finding.text
+    )
+
+
+def test_a_window_of_the_latest_rows_may_be_meant_without_epochs():
+    [finding] = [
+        each for each in said(loop(batch=window(2, epoch=9), epoch=0)) if "begins with the last 6 of" in each.text
+    ]
+    assert finding.verdict == "note"
+
+
+def test_rows_that_come_again_by_chance_or_at_a_seam_are_no_overlap():
+    assert only_note(said(loop(batch=window(2, mixed=True), epoch=4))).text.startswith("56% of the rows come more than")
+    assert only(loop(batch=window(6), epoch=4)).verdict == "passed"  # two rows may be padding
+    assert only(loop(batch=window(8), epoch=3)).verdict == "passed"
+
+
 def test_a_repetition_may_be_a_new_epoch_if_its_length_is_unknown():
     finding = said(loop(step_of=lambda step, rank: (step % 3, rank), epoch=0))[0]
     assert (finding.verdict, finding.text[:33]) == ("note", "the data begin anew after 3 batch")
