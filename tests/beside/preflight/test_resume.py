@@ -239,6 +239,39 @@ def test_a_place_in_the_epoch_that_is_saved_and_not_loaded_is_a_fault():
     assert found.places == ("position", "data", "data.place")
 
 
+class Long(Small):
+    """An epoch of twelve batches."""
+
+    epoch = 12
+
+    def batch(self, step, rank=0):
+        epoch, place = divmod(step, 12)
+        return X[torch.randperm(24, generator=torch.Generator().manual_seed(epoch))][2 * place :][:2]
+
+
+@pytest.mark.parametrize("keeps_place", [False, True])
+def test_in_a_long_epoch_too_only_a_place_that_is_saved_shows_that_a_save_within_it_is_meant(keeps_place):
+    class ByLongEpochs(Long):
+        def save(self):
+            return {**super().save(), **({"place": self.position % 12} if keeps_place else {})}
+
+        def load(self, state):
+            super().load({**state, "position": state["position"] // 12 * 12})
+
+    [found] = audit(ByLongEpochs)
+    assert found.verdict == ("fault" if keeps_place else "note")
+    assert found.text.startswith("the first batch after the load is that of step 1, not of step 4: ")
+    assert ("place" in found.places) == keeps_place
+
+
+def test_in_a_long_epoch_a_position_that_is_not_restored_at_its_end_either_is_a_fault():
+    class FromTheStart(Long):
+        def load(self, state):
+            super().load({**state, "position": 0})
+
+    assert only_fault(FromTheStart).text.endswith("the position in the data is not restored")
+
+
 def test_a_count_of_a_scheduler_that_begins_anew_with_each_epoch_is_no_place_in_it():
     class Restarts(ByEpochs):
         def make_optimizers(self):
