@@ -55,7 +55,7 @@ class LeftOver:
     """Finds gradients that an optimizer has used in one step, and gets again in the next, added to that step's own.
 
     A loop that accumulates over calls of `step` is clean: what it adds up no optimizer has used yet. So is one that
-    writes gradients itself, in place of the old ones: what is left is certain only where the same step, taken again with
+    writes gradients itself, in place of the old ones: what is left counts only where the same step, taken again with
     0 in place of the old gradients, gives the optimizers something else; or, where no step can be taken again, where a
     backward pass has added to them.
 

@@ -64,6 +64,10 @@ class RecordedStep:
     training: bool = True
     evaluating: list[str] = field(default_factory=list)
 
+    def rates(self, optimizer: int, scheduler: int) -> list[float]:
+        """Returns the rates that a scheduler had set last when an optimizer stepped; empty if neither is known."""
+        return self.scheduled.get(optimizer, {}).get(scheduler, [])
+
     def calls(self, kind: str) -> list[Event]:
         """Returns the events of a kind."""
         return [event for event in self.events if event.kind == kind]

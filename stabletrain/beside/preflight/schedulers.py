@@ -112,15 +112,14 @@ def overwritten(index: int, optimizer: int, loop: Loop, steps: list[RecordedStep
     """
     siblings = [place for place, each in enumerate(loop.schedulers) if optimizer_of(each, loop) == optimizer]
     steps = [step for step in steps if optimizer in step.lrs]
-    steps = [step for step in steps if len(step.scheduled[optimizer][index]) == len(step.lrs[optimizer]) > 0]
-    differ = [
-        step for step in steps if all(step.lrs[optimizer] != step.scheduled[optimizer][each] for each in siblings)
-    ]
+    # In a script a scheduler may be made after the first step.
+    steps = [step for step in steps if len(step.rates(optimizer, index)) == len(step.lrs[optimizer]) > 0]
+    differ = [step for step in steps if all(step.lrs[optimizer] != step.rates(optimizer, each) for each in siblings)]
     if not differ:
         return []
     groups = range(len(differ[0].lrs[optimizer]))
     used = [[step.lrs[optimizer][group] for step in steps] for group in groups]
-    wanted = [[step.scheduled[optimizer][index][group] for step in steps] for group in groups]
+    wanted = [[step.rates(optimizer, index)[group] for step in steps] for group in groups]
     fixed = [group for group in groups if len(set(used[group])) == 1 < len(set(wanted[group]))]
     group = fixed[0] if fixed else 0
     places = (f"schedulers.{index}", f"optimizers.{optimizer}.param_groups[{group}].lr")
@@ -130,6 +129,6 @@ def overwritten(index: int, optimizer: int, loop: Loop, steps: list[RecordedStep
         text += f"{wanted[group][0]:g} to {wanted[group][-1]:g}; it is overwritten"
     else:
         one = differ[0]
-        text += f"it is {one.lrs[optimizer][0]:g} where the scheduler's is {one.scheduled[optimizer][index][0]:g}"
+        text += f"it is {one.lrs[optimizer][0]:g} where the scheduler's is {one.rates(optimizer, index)[0]:g}"
     fix = "do not set group['lr'] beside a scheduler"
     return [Finding("order", "fault" if fixed else "note", text, places, fix=fix)]
