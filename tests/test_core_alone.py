@@ -54,6 +54,12 @@ CASES = {
         1,
         f"ModuleNotFoundError: stabletrain.compare {MISSING}: install the whole of stabletrain",
     ),
+    "Guard.check": (
+        "from stabletrain import Guard; Guard.check(dict)",
+        [],
+        1,
+        f"stabletrain.errors.ConfigError: Guard.check {MISSING}: install the whole of stabletrain",
+    ),
 }
 
 
