@@ -123,7 +123,8 @@ class Compared:
         distance = far(update.gradient, whole)
         if distance <= self.tolerance:
             parts = f"{len(update.parts)} micro-batches" if len(update.parts) > 1 else "the step"
-            text = f"the gradient of {parts} is that of the whole batch, to {distance:.0e} ({self.name})"
+            same = "bit for bit" if distance == 0 else f"but for {distance:.0e} of its length"
+            text = f"the gradient of {parts} is that of the whole batch, {same} ({self.name})"
             # 1 %: rounding is far below, and a wrong number of targets is not.
             if len(update.batches) == 1 and abs(update.loss - self.loss) > 0.01 * abs(self.loss):
                 text = f"{text}, but step returns the loss {update.loss:.4g}, and the batch's is {self.loss:.4g}"
