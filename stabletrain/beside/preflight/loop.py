@@ -14,7 +14,6 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError, did_you_mean
@@ -38,7 +37,7 @@ class Loop:
         save: `save()` returns everything that a resume needs, as it would be written to a file.
         load: `load(state)` is what a resume does with it, in a fresh loop.
         schedulers: of the learning rate.
-        scaler: the `GradScaler`, or None.
+        scaler: the `GradScaler`, or what has its names; None without one.
         others: what else training changes and a resume must restore, by name, such as an average of the weights.
         precision: of `loss`: `fp32`, `bf16` or `fp16` under autocast, or `fp16_params` if the weights are in fp16.
         compiled: whether `loss` runs a compiled model.
@@ -55,7 +54,7 @@ class Loop:
     save: Callable[[], Any] | None = None
     load: Callable[[Any], Any] | None = None
     schedulers: Sequence[Any] = ()
-    scaler: GradScaler | None = None
+    scaler: Any = None
     others: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "fp32"
     compiled: bool = False

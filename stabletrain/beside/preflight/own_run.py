@@ -4,11 +4,10 @@ import io
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 
 from stabletrain.beside.preflight.loop import Loop
 from stabletrain.beside.preflight.recording import replaced
@@ -94,7 +93,7 @@ def loop_of_run(run: TrainingRun, ranks: int = 1) -> Loop:
         next_batch=lambda: batch(state.step),
         save=lambda: map_tensors(lambda tensor: tensor.detach().clone(), capture(state, parts)),
         load=load,
-        scaler=cast("GradScaler", LossScale(tools.precision)) if tools.precision.name == "fp16" else None,
+        scaler=LossScale(tools.precision) if tools.precision.name == "fp16" else None,
         others={name: each for name, each in parts.items() if name in ("clipping", "guard")},
         precision=mode_of(tools.precision),
         compiled=compiling.compiled_shape(state.model) is not None,
