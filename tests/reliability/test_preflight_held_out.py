@@ -17,15 +17,16 @@ WORDS = (
     *("backward", "micro", "clip", "skip", "no step", "weights", "running", "scaler", "scheduler", "zero_grad"),
     *("gradient", "model", "others", "batch", "data", "rows", "rank", "input", "features", "target", "label", "ignore"),
     *("position", "random", "generator", "numpy", "augment", "centers", "criterion", "class_center"),
+    *("loss", "step", "inner", "hidden", "states", "PerLetter", "Lookup", "Standardized", "Hypergradient", "softmax"),
     *("FusedCrossEntropy", "Recompute", "EmbeddingScale", "UnitLength", "LARS", "Orthogonal", "Projected"),
 )
 """What a check can point at that is no name of a state."""
 
 
 def test_each_kind_of_the_proof_set_and_twenty_clean_programs():
-    assert {program.fault.kind for program in FAULTY} == set(KINDS)
-    assert len({program.name for program in FAULTY}) == len(FAULTY) >= 40
-    assert len({program.name for program in CLEAN}) == len(CLEAN) >= 27
+    assert {program.fault.kind for program in FAULTY if "second/" not in program.name} == set(KINDS)
+    assert len({program.name for program in FAULTY}) == len(FAULTY) >= 70
+    assert len({program.name for program in CLEAN}) == len(CLEAN) >= 52
 
 
 @pytest.mark.slow(unless=lambda program: program.fault.kind in QUICK)

@@ -21,10 +21,9 @@ def said(program: Program) -> list[Finding]:
 
 def main(words: Sequence[str]) -> None:
     """Prints everything that is said of the programs whose names have one of these words, or of all; then the table."""
+    programs = [each for each in (*FAULTY, *CLEAN) if not words or any(word in each.name for word in words)]
     rows, found = [], 0
-    for program in [*FAULTY, *CLEAN]:
-        if words and not any(word in program.name for word in words):
-            continue
+    for program in programs:
         start = time.perf_counter()
         try:
             findings = said(program)
@@ -44,8 +43,9 @@ def main(words: Sequence[str]) -> None:
                 print(f"    {'*' if each in right else ' '} {each.check}: {each.verdict}: {text}", flush=True)
         rows.append([program.name, word, ", ".join(sorted({each.check for each in right or faults}))])
     print(table(("program", "", "by"), rows))
-    print(f"\nfound {found} of {sum('/' in row[0] for row in rows)} faults; ", end="")
-    print(f"false words on {sum(row[1] == 'FALSE WORD' for row in rows)} of {sum('/' not in row[0] for row in rows)}")
+    faulty = sum(program.fault is not None for program in programs)
+    print(f"\nfound {found} of {faulty} faults; ", end="")
+    print(f"false words on {sum(row[1] == 'FALSE WORD' for row in rows)} of {len(programs) - faulty} clean programs")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def planted(kind: str, says: str, *points_at: str, warns: bool = False) -> Calla
     """Registers a class as its base class with a fault."""
 
     def register(loop: type) -> type:
-        FAULTY.append(Program(f"{kind}/{loop.__name__}", loop, Fault(kind, says, points_at, warns)))
+        FAULTY.append(Program(named(loop, f"{kind}/{loop.__name__}"), loop, Fault(kind, says, points_at, warns)))
         return loop
 
     return register
@@ -67,8 +67,13 @@ def planted(kind: str, says: str, *points_at: str, warns: bool = False) -> Calla
 
 def clean(loop: type) -> type:
     """Registers a class as a clean program."""
-    CLEAN.append(Program(loop.__name__, loop))
+    CLEAN.append(Program(named(loop, loop.__name__), loop))
     return loop
+
+
+def named(loop: type, name: str) -> str:
+    """Returns the name of a program: those of the second set begin with `second/`."""
+    return f"second/{name}" if ".second." in loop.__module__ else name
 
 
 def seed(number: int) -> None:
