@@ -121,7 +121,7 @@ class FusedCrossEntropy(torch.autograd.Function):
     *("source", "target", "encoder", "decoder", "combine", "out", "FusedCrossEntropy", "micro"),
 )
 class GradOutputIgnored(Translation):
-    """A fused loss that is right as long as nobody scales it; micro-batches are weighted."""
+    """A fused loss that is right as long as it is not scaled; micro-batches are weighted."""
 
     def token_loss(self, logits, targets):
         return FusedCrossEntropy.apply(logits, targets)
