@@ -78,8 +78,9 @@ def check(make: Maker) -> list[Finding]:
         return [first.finding]
     if rows(loop.batch(loop.epoch - 1)) == rows(loop.batch(0)):
         return [first.finding]
-    last = Compared(make, loop.epoch - 1, first).finding
-    return [first.finding] if last == first.finding else [first.finding, last]
+    last = Compared(make, loop.epoch - 1, first)
+    found = last.of_size() or last.finding
+    return [first.finding] if found == first.finding else [first.finding, found]
 
 
 class Compared:
@@ -89,11 +90,15 @@ class Compared:
         make: makes fresh loops.
         start: number of the first batch.
         first: of the first batch of the epoch, if this is the last.
+
+    Attributes:
+        finding: what was found.
+        distance: from the gradient of the loss to that of the step, relative to it; 0 if they were not compared.
     """
 
-    def __init__(self, make: Maker, start: int, first: "Compared | None" = None) -> None:
+    def __init__(self, make: Callable[[], Loop], start: int, first: "Compared | None" = None) -> None:
         self.make, self.start, self.first, self.factor, self.loss = make, start, first, 1.0, float("nan")
-        self.loop = make()
+        self.loop, self.distance = make(), 0.0
         self.tolerance = tolerance(self.loop)
         self.update = taken(make(), start)
         with plainly(self.loop):
@@ -120,7 +125,7 @@ class Compared:
             )
             reason += ": what they get has no names by which it can be compared with the gradient of loss"
             return Finding(NAME, "not checked", reason)
-        distance = far(update.gradient, whole)
+        self.distance = distance = far(update.gradient, whole)
         if distance <= self.tolerance:
             parts = f"{len(update.parts)} micro-batches" if len(update.parts) > 1 else "the step"
             same = "bit for bit" if distance == 0 else f"but for {distance:.0e} of its length"
@@ -178,7 +183,17 @@ class Compared:
     def several_parts(self, batch: Any, whole: Gradients, *, late: bool) -> Finding:
         """Compares an update of micro-batches: finds the weights that they have, and those they should have."""
         update = self.update
-        parts = [self.of_loss(chosen(batch, each)) for each in update.parts]
+        apart = f"cosine {cosine(update.gradient, whole):.3f}, {norm(update.gradient) / max(norm(whole), 1e-300):.3g} "
+        apart += "times as long"
+        try:
+            parts = [self.of_loss(chosen(batch, each)) for each in update.parts]
+        except (RuntimeError, ValueError, IndexError) as error:
+            reason = (
+                f"the gradient of step is not that of loss ({self.name}: {apart}), and loss fails with a part of the "
+                f"batch's rows ({type(error).__name__}: {error}): it takes all rows together, as in a loop that "
+                "carries a state for each row from batch to batch, so that micro-batches cannot be compared with it"
+            )
+            return Finding(NAME, "not checked", reason)
         given, given_error = weights_of(update.gradient, parts)
         right, right_error = weights_of(whole, parts)
         if right_error > self.tolerance:
@@ -188,11 +203,13 @@ class Compared:
                 return self.fault(given, [1 / usual] * usual, late=late)
             if found := self.of_one_loss(batch, whole):
                 return found
-            reason = (
-                "the gradient of the batch is not a sum of those of its parts, as with batch normalization, a loss of "
-                "pairs or random numbers of the model's own, so that micro-batches cannot be compared with it"
+            text = (
+                f"the gradient of {len(parts)} micro-batches is not that of loss ({self.name}): {apart}; loss is not "
+                "a sum over the parts of a batch, as with batch normalization, a loss of pairs, random numbers, or "
+                "several terms that are divided by different numbers, so that it is not known which of them is meant"
             )
-            return Finding(NAME, "not checked", reason)
+            fix = "if loss has several terms, divide each by its own number in the whole batch"
+            return Finding(NAME, "note", text, line=update.line, fix=fix)
         if given_error > self.tolerance:
             if found := self.of_one_loss(batch, whole):
                 return found
@@ -204,6 +221,53 @@ class Compared:
         if self.normalized(sum(given)):
             return self.normalized_note()
         return self.fault(given, right, late=late)
+
+    def of_size(self) -> Finding | None:
+        """Finds a step that is right for full batches and wrong for a smaller one, whatever its rows are.
+
+        This is certain if the step is wrong too for as few rows of the first batch, of which all together are right.
+        """
+        update, first = self.update, self.first
+        known = self.distance > self.tolerance and self.finding.verdict != "fault" and len(update.batches) == 1
+        if first is None or not known or update.reason or first.finding.verdict != "passed":
+            return None
+        few, many = rows(update.batches[0]), rows(first.update.batches[0])
+        if not 0 < few < many:
+            return None
+        alone = chosen(first.update.batches[0], torch.arange(few))
+
+        def shortened() -> Loop:
+            loop = self.make()
+            loop.batch = lambda *_: alone
+            return loop
+
+        try:
+            short = Compared(shortened, 0)
+        except (RuntimeError, ValueError, IndexError):
+            return None
+        if short.distance <= self.tolerance or len(short.update.batches) > 1:
+            return None
+        given = update.gradient
+        with plainly(self.loop):
+            whole = self.of_loss(update.batches[0])
+            weights = self.of_rows(update.batches[0], whole) if few <= MOST_PARTS else ""
+        text = (
+            f"the gradient of step is that of loss for full batches, of {many} rows, and not for {self.name}, of {few} "
+            f"(cosine {cosine(given, whole):.3f}, {norm(given) / max(norm(whole), 1e-300):.3g} times as long), nor for "
+            f"{few} rows of the first one: as if rows were repeated or dropped{weights}"
+        )
+        fix = "take each row of a smaller batch once: do not fill it up, or leave out what was filled up by a mask"
+        return Finding(NAME, "fault", text, line=update.line, fix=fix)
+
+    def of_rows(self, batch: Any, whole: Gradients) -> str:
+        """Says which rows of a batch count more or less in a step than in the loss; empty if that is not known."""
+        parts = [self.of_loss(chosen(batch, torch.tensor([each]))) for each in range(rows(batch))]
+        given, given_error = weights_of(self.update.gradient, parts)
+        right, right_error = weights_of(whole, parts)
+        if max(given_error, right_error) > self.tolerance or 0 in right:
+            return ""
+        shares = [one / other for one, other in zip(given, right, strict=True)]
+        return f" (its rows count {numbers(shares)} times as much as in loss)"
 
     def of_one_loss(self, batch: Any, whole: Gradients) -> Finding | None:
         """Finds parameters of one of several losses that is not divided by the number of micro-batches, or twice.

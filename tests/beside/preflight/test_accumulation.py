@@ -6,7 +6,7 @@ from torch import nn
 
 from stabletrain.beside.preflight.accumulation import check
 from stabletrain.beside.preflight.loop import Maker
-from tests.beside.preflight.small import Net, count, maker, micro_batches
+from tests.beside.preflight.small import Net, count, maker, marked, micro_batches
 
 BY_TARGETS = micro_batches(lambda part, batch: count(part) / count(batch))
 
@@ -64,9 +64,90 @@ def test_parts_that_are_not_independent_are_not_compared_but_by_the_sum_of_their
         return Net(lambda net, x: nn.functional.batch_norm(x, None, None, training=True))
 
     right = one_of(model=normed, step=micro_batches(lambda *_: 1 / 4))
-    assert right.verdict == "not checked"
+    assert right.verdict == "note"
     assert "batch normalization" in right.text
     assert one_of(model=normed, step=micro_batches(lambda *_: 1.0)).verdict == "fault"
+
+
+def test_two_terms_that_are_divided_by_different_numbers_are_noted_with_how_far_the_gradient_is_off():
+    def terms(model, batch):
+        return model(batch[0]).square().mean(), marked(model, batch)
+
+    def made(weight):
+        def step_of(net, optimizers, loss):
+            def step(batch):
+                optimizers[0].zero_grad()
+                for part in zip(*(each.split(4) for each in batch), strict=True):
+                    rows, targets = terms(net, part)
+                    (weight(part) * rows + count(part) / count(batch) * targets).backward()
+                optimizers[0].step()
+
+            return step
+
+        return one_of(loss=lambda model, batch: sum(terms(model, batch)), step=step_of)
+
+    assert made(lambda part: 1 / 4).verdict == "passed"
+    found = made(lambda part: count(part) / count(maker()().batch(0)))
+    assert found.verdict == "note"
+    assert "the gradient of 4 micro-batches is not that of loss (the first batch): cosine 0.9" in found.text
+
+
+def test_a_loss_that_takes_all_rows_together_is_said_not_to_fit():
+    """Parts are halves of a window; `loss` carries a state for each of 16 rows."""
+
+    def carried(model, batch):
+        return (model(batch[0]) + torch.zeros(16, 1) - batch[1]).square().mean()
+
+    def made(net, optimizers, loss):
+        def step(batch):
+            optimizers[0].zero_grad()
+            for _ in range(2):
+                loss(batch).backward()
+            optimizers[0].step()
+
+        return step
+
+    found = one_of(loss=carried, step=made)
+    assert found.verdict == "not checked"
+    assert "carries a state for each row from batch to batch" in found.text
+    assert "2 times as long" in found.text
+
+
+def filled_up(net, optimizers, loss):
+    """A step that fills up a batch with copies of its first row."""
+
+    def step(batch):
+        optimizers[0].zero_grad()
+        loss(tuple(torch.cat([each, each[:1].expand(16 - len(each), -1)]) for each in batch)).backward()
+        optimizers[0].step()
+
+    return step
+
+
+def test_a_last_batch_that_is_filled_up_with_copies_is_found_with_what_its_rows_count():
+    def squared(model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    sizes = {"rows": lambda number: 16 if number < 2 else 4, "epoch": 3}
+    first, last = check(maker(loss=squared, step=filled_up, **sizes))
+    assert (first.verdict, last.verdict) == ("passed", "fault")
+    assert "is that of loss for full batches, of 16 rows, and not for the last batch of the epoch" in last.text
+    assert "repeated or dropped (its rows count 3.25, 0.25, 0.25, 0.25 times as much as in loss)" in last.text
+    assert [each.verdict for each in check(maker(loss=squared, **sizes))] == ["passed", "passed"]
+
+
+def test_a_last_batch_that_is_wrong_for_another_reason_than_its_size_is_only_noted():
+    def made(net, optimizers, loss):
+        def step(batch):
+            optimizers[0].zero_grad()
+            own = 0.0 if len(batch[0]) == 16 or torch.equal(batch[0], maker()().batch(0)[0][:4]) else 1.0
+            (loss(batch) + own * net.first.weight.square().sum()).backward()
+            optimizers[0].step()
+
+        return step
+
+    found = check(maker(step=made, rows=lambda number: 16 if number < 2 else 4, epoch=3))
+    assert [each.verdict for each in found] == ["passed", "note"]
 
 
 def test_dropout_makes_no_difference():
