@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stabletrain.beside.preflight.finding import Finding, Verdict, listed
 from stabletrain.beside.preflight.loop import Loop, Maker
-from stabletrain.beside.preflight.tracing import Input, Pick, Traced, Use, tensors_of, trace
+from stabletrain.beside.preflight.tracing import BINARY, SHARES, Input, Pick, Traced, Use, tensors_of, trace
 
 BATCHES, RANKS, UNKNOWN = 32, 4, 8
 """Most batches and ranks that are looked at, and how many batches if the length of an epoch is unknown."""
@@ -164,7 +164,7 @@ def check(make: Maker) -> list[Finding]:
     count = min(loop.epoch or UNKNOWN, BATCHES, max(MOST_VALUES // size, 2))
     whole = count == loop.epoch
     traced = trace(loop, first)
-    picks = _of_picks(make, loop, traced, count)
+    picks = [*_of_picks(make, loop, traced, count), *_of_shares(make, loop, traced, count)]
     found = data_of(
         [_batches(loop, rank, count) for rank in range(ranks)],
         [each for use in traced.uses if (each := _targets(use, traced, first)) is not None],
@@ -486,7 +486,13 @@ def _compared(use: Use, traced: Traced) -> bool:
 def _one_hot_of(use: Use, labels: Tensor) -> bool:
     """Whether targets are rows of 0 and a 1 where the label says."""
     target = use.target
-    if not use.classes or target.ndim != 2 or labels.is_floating_point() or labels.numel() != len(target):
+    if (
+        not use.classes
+        or use.ignored is not None
+        or target.ndim != 2
+        or labels.is_floating_point()
+        or labels.numel() != len(target)
+    ):
         return False
     labels = labels.reshape(-1, 1)
     return bool(torch.equal(target != 0, labels == torch.arange(use.classes, device=labels.device)))
@@ -510,10 +516,72 @@ def _of_made_targets(loop: Loop, traced: Traced, ranks: int, count: int, epoch: 
     found = []
     for number in made:
         use = traced.uses[number]
-        name, alone = listed([*use.sources]), len(traced.uses) == 1
+        # Silence has no letters: rows without targets of a CTC loss may be meant.
+        name, alone = listed([*use.sources]), len(traced.uses) == 1 and use.function != "ctc_loss"
         targets = Targets(name, use.classes, use.ignored, _compared(use, traced), alone, False, use.function, use.line)
         found += of_targets(columns[number], targets, whole=count == epoch)
     return found
+
+
+# ---- targets that are shares
+
+
+def _of_shares(make: Maker, loop: Loop, traced: Traced, count: int) -> list[Finding]:
+    """Finds targets that are meant to be shares and are none, in the first batches of a rank."""
+    if found := [*_of_binary(make, traced, _batch(loop, 0, 0)), *_of_sums(traced)]:
+        return found
+    names = {each.sources[0] for each in traced.uses if each.raw and each.function in BINARY}
+    for step in range(1, count if names and traced.error is None else 0):
+        batch = _batch(loop, step, 0)
+        if any(bool(_no_share(each).any()) for name, each in tensors_of(batch).items() if name in names):
+            return _of_binary(make, trace(make(), batch), batch)
+    return []
+
+
+def _no_share(values: Tensor) -> Tensor:
+    """Returns which numbers are not in 0..1; rounding in bf16 is 0.004."""
+    return (values < -0.01) | (values > 1.01)
+
+
+def _of_binary(make: Maker, traced: Traced, batch: Any) -> list[Finding]:
+    """Finds targets of a binary cross-entropy that are not in 0..1, in one batch."""
+    wrong = [each for each in traced.uses if each.function in BINARY and each.sources and _no_share(each.target).any()]
+    if not wrong:
+        return []
+    # The loss may leave them out by a mask: then it is the same if they are moved to the nearest number in 0..1.
+    given, inside = trace(make(), batch), trace(make(), batch, bounded=True)
+    fails = given.error is not None
+    if fails == (inside.error is not None) and (fails or given.loss == inside.loss or math.isnan(inside.loss)):
+        return []
+    use, names = wrong[0], listed([*wrong[0].sources])
+    low, high = float(use.target.min()), float(use.target.max())
+    text = (
+        f"targets of {use.function} ({names}) are {low:.4g} to {high:.4g}, and {int(_no_share(use.target).sum())} of "
+    )
+    text += f"{use.target.numel()} are not in 0 to 1: "
+    text += "it fails" if fails else "the loss falls without end as predictions grow, right or wrong"
+    fix = "make them 0 and 1: (targets + 1) / 2 for -1 and 1; divide bytes by 255"
+    return [Finding("data", "fault", text, use.sources, use.line, fix)]
+
+
+def _of_sums(traced: Traced) -> list[Finding]:
+    """Finds targets that are shares of classes and have another sum than 1, which may be meant as weights."""
+    for use in traced.uses:
+        target = use.target
+        if use.function not in SHARES or not use.sources or not target.is_floating_point() or not target.numel():
+            continue
+        if not bool((target >= 0).all()):  # logarithms, or weights such as advantages
+            continue
+        sums = [target.float().sum(dim) for dim in {min(1, target.ndim - 1), target.ndim - 1}]
+        # Rows of 0 are left out. 1 % is rounding in bf16.
+        off = [each[(each != 0) & ((each - 1).abs() > 0.01)] for each in sums]
+        if target.ndim and all(each.numel() for each in off):
+            text = f"targets of {use.function} ({listed([*use.sources])}) are shares of classes, and have the sum "
+            text += f"{float(off[0].min()):.4g} to {float(off[0].max()):.4g} in {off[0].numel()} of {sums[0].numel()}"
+            text += " places, not 1: each counts as much more or less in the loss"
+            fix = "divide them by their sum, or use binary_cross_entropy_with_logits for labels that go together"
+            return [Finding("data", "note", text, use.sources, use.line, fix)]
+    return []
 
 
 # ---- numbers that pick a place

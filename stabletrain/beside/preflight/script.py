@@ -30,7 +30,7 @@ from stabletrain.beside.preflight.recording import RecordedStep, parameters_of
 from stabletrain.beside.preflight.report import Report
 from stabletrain.beside.preflight.schedulers import schedulers
 from stabletrain.beside.preflight.structure import groups, passed, updated_twice
-from stabletrain.beside.preflight.tracing import LOSSES, Named, Traced
+from stabletrain.beside.preflight.tracing import LOSSES, Named, Traced, target_of
 from stabletrain.beside.preflight.untrained import Gradients
 from stabletrain.beside.preflight.while_scaled import Change, of_changes, wrongly_unscaled
 from stabletrain.guard.gradients import BareTensors
@@ -51,8 +51,9 @@ class LossCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Runs a function."""
         kwargs = kwargs or {}
-        target = args[1] if len(args) > 1 else kwargs.get("target")
-        if getattr(func, "__name__", "") in LOSSES and isinstance(target, Tensor):
+        name = getattr(func, "__name__", "")
+        target = target_of(name, args, kwargs) if name in LOSSES else None
+        if isinstance(target, Tensor):
             self.targets.append(target.detach())
         return func(*args, **kwargs)
 

@@ -7,6 +7,7 @@ that targets that are made in the loss, such as the numbers of the rows in a con
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,13 +17,28 @@ from torch.overrides import TorchFunctionMode
 from stabletrain.beside.preflight.loop import Loop
 from stabletrain.beside.preflight.recording import users_line
 
-BY_CLASS = {"cross_entropy", "nll_loss"}
-LOSSES = BY_CLASS | {
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss", "gaussian_nll_loss"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"),
-    *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
+BY_CLASS = {"cross_entropy", "nll_loss", "multi_margin_loss"}
+"""Losses whose targets are numbers of classes; the input has one column for each."""
+
+BINARY = {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
+"""Losses whose targets are shares: 0 to 1. Below and above, the loss has no minimum."""
+
+SHARES = {"cross_entropy", "kl_div"}
+"""Losses whose targets, if they are no numbers of classes, are shares that have the sum 1."""
+
+OF_PAIRS = {"margin_ranking_loss", "cosine_embedding_loss", "hinge_embedding_loss"}
+"""Losses whose targets are 1 and -1; all may be 1, if there are only pairs of one kind."""
+
+LOSSES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(sorted(BY_CLASS | BINARY | SHARES), ("input", "target")),
+    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"), ("input", "target")),
+    **dict.fromkeys(("poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss"), ("input", "target")),
+    **dict.fromkeys(("multilabel_margin_loss", "multilabel_soft_margin_loss"), ("input", "target")),
+    **dict.fromkeys(("margin_ranking_loss", "cosine_embedding_loss"), ("input1", "input2", "target")),
+    "linear_cross_entropy": ("input", "linear_weight", "target"),
+    "ctc_loss": ("log_probs", "targets", "input_lengths", "target_lengths", "blank"),
 }
-"""Functions whose second argument is `target`."""
+"""Loss functions that have targets, with the names of their first arguments."""
 
 LAYERS = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "mm", "gru", "lstm", "rnn_tanh"}
 """Functions that multiply an input with weights; a layer's weight is the first tensor that has a gradient."""
@@ -55,7 +71,8 @@ class Use:
         raw: whether they are one of these tensors, with nothing done to its values.
         predicts: whether the input is the output of a layer, and not a difference from something, or a derivative.
         classes: number of classes, if the targets are numbers of classes or shares of them; else 0.
-        ignored: the class number that is left out; None if the targets are no class numbers.
+        ignored: the class number that is left out; None if the targets are no class numbers. For a CTC loss it is the
+            blank, which stands where a row has no more letters.
         line: of the user's code.
     """
 
@@ -144,15 +161,16 @@ class _Part:
     start: int
 
 
-def trace(loop: Loop, batch: Any, *, moved: bool = False) -> Traced:
+def trace(loop: Loop, batch: Any, *, moved: bool = False, bounded: bool = False) -> Traced:
     """Calls the loss with a batch; an error that it raises is returned.
 
     Args:
         loop: whose loss is called.
         batch: of the loop.
         moved: whether numbers that are no place, such as -1, pick another place than they do; else nothing is changed.
+        bounded: whether targets of a binary cross-entropy are moved to the nearest number in 0..1.
     """
-    tracing = Tracing(loop.model, batch, moved=moved)
+    tracing = Tracing(loop.model, batch, moved=moved, bounded=bounded)
     with running(loop.model) as tracing.modules, without_compiler(), ExitStack() as stack:
         stack.callback(loop.model.register_forward_hook(tracing.predicted).remove)
         stack.enter_context(tracing)
@@ -215,11 +233,14 @@ class Tracing(TorchFunctionMode):
         batch: its tensors are followed.
         outside: the source of tensors that come from elsewhere; empty if these are not followed.
         moved: see `trace`.
+        bounded: see `trace`.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, outside: str = "", *, moved: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Any, outside: str = "", *, moved: bool = False, bounded: bool = False
+    ) -> None:
         super().__init__()
-        self.batch, self._outside, self.moved = tensors_of(batch), outside, moved
+        self.batch, self._outside, self.moved, self.bounded = tensors_of(batch), outside, moved, bounded
         self.modules: list[str] = []
         self.traced = Traced([], [], [])
         # By id.
@@ -257,6 +278,10 @@ class Tracing(TorchFunctionMode):
             self._add_outside(given)
         if name in LOSSES and len(given) > 1:
             self._add_use(name, args, kwargs)
+        if self.bounded and name in BINARY:
+            target = arguments(name, args, kwargs)["target"]
+            inside = {id(target): target.clamp(0, 1)}
+            args, kwargs = _exchanged(args, inside), _exchanged(kwargs, inside)
         if name in LAYERS and len(given) > 1:
             self._add_input(name, given)
         if name in PICKS:
@@ -294,19 +319,30 @@ class Tracing(TorchFunctionMode):
                 self._predictions.add(id(each))
 
     def _add_use(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        predicted = args[0] if args else kwargs["input"]
-        target = args[1] if len(args) > 1 else kwargs["target"]
-        sources = self._sources.get(id(target), ())
-        classes = (predicted.shape[1] if predicted.ndim > 1 else len(predicted)) if name in BY_CLASS else 0
-        numbers = name in BY_CLASS and not target.is_floating_point()
+        known = arguments(name, args, kwargs)
+        predicted, target = known[LOSSES[name][0]], target_of(name, args, kwargs)
+        if not isinstance(target, Tensor):
+            return
+        given = [known[each] for each in ("target", "targets", "target_lengths") if each in known]
+        sources = tuple(dict.fromkeys(source for each in given for source in self._sources.get(id(each), ())))
+        classes, ignored = 0, None
+        if name in BY_CLASS:
+            classes = predicted.shape[1] if predicted.ndim > 1 else len(predicted)
+        elif name == "linear_cross_entropy":
+            classes = len(known["linear_weight"])
+        if name == "ctc_loss":
+            classes, ignored = predicted.shape[-1], int(known.get("blank", 0))
+        elif classes and name != "multi_margin_loss" and not target.is_floating_point():
+            ignored = int(kwargs.get("ignore_index", -100))
+        raw = name != "ctc_loss" and len(sources) == 1 and sources[0] in self.batch
         use = Use(
             name,
             target.detach(),
             sources,
-            len(sources) == 1 and sources[0] in self.batch and _same(target, self.batch[sources[0]]),
-            id(predicted) in self._predictions,
+            raw and _same(target, self.batch[sources[0]]),
+            name not in OF_PAIRS and (id(predicted) in self._predictions or name == "linear_cross_entropy"),
             classes,
-            int(kwargs.get("ignore_index", -100)) if numbers else None,
+            ignored,
             users_line(),
         )
         self.traced.uses.append(use)
@@ -392,6 +428,30 @@ class Tracing(TorchFunctionMode):
             weight = weights[0].detach()
             weight = weight.T if name in ("matmul", "__matmul__", "mm") and weight.ndim == 2 else weight
             self.traced.inputs.append(Input(value.detach(), weight, by_column, sources, module, line))
+
+
+def arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a loss function by their names; without those that come last and are not looked at."""
+    return {**dict(zip(LOSSES[name], args, strict=False)), **kwargs}
+
+
+def target_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what a loss function is given as targets; for a CTC loss its letters, `[rows, letters]`."""
+    known = arguments(name, args, kwargs)
+    return _letters(known) if name == "ctc_loss" else known.get("target")
+
+
+def _letters(known: Mapping[str, Any]) -> Tensor:
+    """Returns the letters of each row of a CTC loss; the blank stands where a row has no more."""
+    targets, lengths = known["targets"], torch.as_tensor(known["target_lengths"]).reshape(-1).tolist()
+    if targets.ndim == 2:
+        rows = [row[:length] for row, length in zip(targets, lengths, strict=False)]
+    else:  # one row after the other
+        rows = [targets[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    letters = targets.new_full((len(rows), max(1, *map(len, rows)) if rows else 1), int(known.get("blank", 0)))
+    for out, row in zip(letters, rows, strict=True):
+        out[: len(row)] = row
+    return letters
 
 
 def _same(target: Tensor, given: Tensor) -> bool:

@@ -424,6 +424,87 @@ def test_minus_one_for_the_last_place_in_a_sequence_may_be_meant():
     assert (finding.verdict, finding.places) == ("note", ("batch[2]",))
 
 
+# ---- shares
+
+
+def signs(x, y, step, rank):
+    return x, (2.0 * (x > 0) - 1)[:, :CLASSES]
+
+
+def binary(model, batch):
+    return F.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
+
+
+def test_targets_of_a_binary_cross_entropy_that_are_not_in_0_to_1_are_named():
+    [finding] = said(loop(signs, binary))
+    assert (finding.verdict, finding.places) == ("fault", ("batch[1]",))
+    assert finding.text.startswith(
+        "targets of binary_cross_entropy_with_logits (batch[1]) are -1 to 1, and 15 of 24 are not in 0 to 1: the loss"
+    )
+    assert finding.line.startswith(__file__)
+    assert only(loop(lambda *args: (args[0], signs(*args)[1] / 2 + 0.5), binary)).verdict == "passed"
+
+
+def test_they_are_found_in_a_later_batch_and_if_the_loss_refuses_them():
+    later = lambda x, y, step, rank: (x, (x > 0)[:, :CLASSES] * (1.0 + (step == 1)))  # noqa: E731
+    assert "are 0 to 2" in only(loop(later, binary)).text
+    refuses = lambda model, batch: F.binary_cross_entropy(model(batch[0]).sigmoid(), batch[1])  # noqa: E731
+    assert only(loop(signs, refuses)).text.endswith("are not in 0 to 1: it fails")
+
+
+def test_targets_that_a_mask_leaves_out_may_have_any_number():
+    def masked(model, batch):
+        each = F.binary_cross_entropy_with_logits(model(batch[0]), batch[1], reduction="none")
+        return (each * (batch[1] >= 0)).sum()
+
+    missing = lambda x, y, step, rank: (x, 1.0 * (x > 0)[:, :CLASSES] - 1.0 * (x[:, 1:] > 1))  # noqa: E731
+    assert only(loop(missing, masked)).verdict == "passed"
+    assert only(loop(missing, binary)).verdict == "fault"
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "passed"), (2.0, "note")])
+def test_shares_of_classes_have_the_sum_1(factor, verdict):
+    change = lambda x, y, step, rank: (x, factor * (x[:, 1:]).softmax(1))  # noqa: E731
+    finding = only(loop(change))
+    assert finding.verdict == verdict
+    assert ("have the sum 2 to 2 in 8 of 8 places" in finding.text) == (verdict == "note")
+
+
+# ---- a CTC loss
+
+
+def spoken(letters, lengths):
+    """Returns a loop with two letters a row, made of the class, and a loss that hears them."""
+
+    def change(x, y, step, rank):
+        return x, letters(torch.stack([1 + y % 2, 1 + y // 2], 1), rank), lengths(torch.full_like(y, 2), rank)
+
+    def loss(model, batch):
+        logs = model(batch[0] * torch.linspace(0.5, 1, 5)[:, None, None]).log_softmax(-1)
+        return F.ctc_loss(logs, batch[1], torch.full((SIZE,), 5), batch[2], reduction="sum") / batch[2].sum().clamp(
+            min=1
+        )
+
+    return loop(change, loss)
+
+
+def test_letters_that_are_all_the_same_or_missing_on_a_rank_are_found():
+    assert only(spoken(lambda letters, _: letters, lambda lengths, _: lengths)).verdict == "passed"
+    same = only(spoken(lambda letters, _: 0 * letters + 2, lambda lengths, _: lengths))
+    assert same.verdict == "fault"
+    assert same.text.startswith("all of the 96 targets of ctc_loss, made of batch[1], batch[2] that count are 2")
+    empty = only(spoken(lambda letters, _: letters, lambda lengths, rank: lengths * (1 - rank)))
+    assert (empty.verdict, empty.places) == ("fault", ("batch[1], batch[2]", "rank"))
+    assert empty.text.startswith("all targets of ctc_loss, made of batch[1], batch[2] are ignored on rank 1, in 24")
+
+
+def test_padding_of_a_ctc_loss_is_no_letter_and_a_letter_out_of_range_is_named():
+    padded = spoken(lambda letters, _: F.pad(letters, (0, 2), value=-1), lambda lengths, _: lengths)
+    assert only(padded).verdict == "passed"
+    beyond = only(spoken(lambda letters, _: letters + 1, lambda lengths, _: lengths))
+    assert "are 2 to 3, and the head has 3 classes (0 to 2)" in beyond.text
+
+
 # ---- columns beside others
 
 

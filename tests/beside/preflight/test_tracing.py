@@ -1,11 +1,12 @@
 """What the loss makes of its batch is followed to the loss functions and the first layers; nothing is changed."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.beside.preflight.loop import Loop
-from stabletrain.beside.preflight.tracing import running, tensors_of, trace
+from stabletrain.beside.preflight.tracing import LOSSES, running, tensors_of, trace
 
 
 def traced(loss, batch, model=None):
@@ -40,6 +41,49 @@ def test_targets_of_the_loss_itself_or_of_the_model_come_from_no_batch():
     uses = traced(loss, (X, Y)).uses
     assert [each.sources for each in uses] == [(), (), ()]
     assert [each.predicts for each in uses] == [True, True, False]
+
+
+def test_each_loss_function_of_pytorch_is_followed_but_for_those_without_targets():
+    known = {name for name in dir(F) if name.endswith(("_loss", "cross_entropy", "_div", "_with_logits"))}
+    without = {"triplet_margin_loss", "triplet_margin_with_distance_loss"}
+    assert known - without <= {*LOSSES}
+    assert not without & {*LOSSES}
+    assert {*LOSSES} - known <= {"linear_cross_entropy"}  # from PyTorch 2.14 on
+
+
+ONE = torch.ones(6)
+
+
+@pytest.mark.parametrize(
+    ("call", "target"),
+    [
+        (lambda out, y: F.margin_ranking_loss(out[:, 0], out[:, 1], y - 1), Y - 1),
+        (lambda out, y: F.cosine_embedding_loss(out, 2 * out, target=y.sign()), Y.sign()),
+        (lambda out, y: nn.HingeEmbeddingLoss()(out[:, 0], y - 1), Y - 1),
+        (lambda out, y: nn.MultiMarginLoss()(out, y), Y),
+        (lambda out, y: nn.GaussianNLLLoss()(out[:, 0], y.float(), ONE), Y.float()),
+    ],
+)
+def test_targets_are_seen_at_their_place_in_each_loss(call, target):
+    [use] = traced(lambda model, batch: call(model(batch[0]), batch[1]), (X, Y)).uses
+    assert torch.equal(use.target, target)
+    assert use.sources == ("batch[1]",)
+
+
+LETTERS, LENGTHS = torch.tensor([[2, 1, 1], [2, 2, 0]]), torch.tensor([2, 1])
+
+
+@pytest.mark.parametrize("letters", [LETTERS, torch.tensor([2, 1, 2])])
+@pytest.mark.parametrize("as_module", [False, True])
+def test_targets_of_a_ctc_loss_are_the_letters_of_each_row_up_to_its_length(letters, as_module):
+    def loss(model, batch):
+        logs = model(batch[0]).log_softmax(-1).expand(2, 6, 3).transpose(0, 1)
+        call = nn.CTCLoss(blank=0) if as_module else F.ctc_loss
+        return call(logs, batch[1], (6, 6), batch[2])
+
+    [use] = traced(loss, (X, letters, LENGTHS)).uses
+    assert use.target.tolist() == [[2, 1], [2, 0]]
+    assert (use.sources, use.raw, use.classes, use.ignored) == (("batch[1]", "batch[2]"), False, 3, 0)
 
 
 def test_the_first_layers_are_those_that_get_the_batch_alone():
