@@ -43,6 +43,9 @@ are only not standardized, such as images between 0 and 1, are below 3."""
 ENOUGH = 16
 """Fewest numbers of which mean and spread are judged."""
 
+MARKS = 3
+"""Equal numbers far from all others from which on they are no accident."""
+
 DARK = 1 / 255
 """Spread of inputs that are called too small: that of images between 0 and 1 which were divided by 255 once more."""
 
@@ -140,12 +143,16 @@ class Shard:
         overlaps: of each batch but the first, how many of its first rows are the last ones of the batch before, in
             their order.
         columns: by name of the tensor.
+        integers: of each batch a number for each row's integers alone: labels, lengths, tokens; empty without any.
+        floats: of the first batch the other numbers of each row, `[rows, numbers]`; None without any.
     """
 
     batches: list[tuple[int, int, int]] = field(default_factory=list)
     rows: Counter[int] = field(default_factory=Counter)
     overlaps: list[int] = field(default_factory=list)
     columns: dict[str, Column] = field(default_factory=dict)
+    integers: list[list[int]] = field(default_factory=list)
+    floats: Tensor | None = None
 
     @property
     def again(self) -> float:
@@ -179,6 +186,9 @@ def check(make: Maker) -> list[Finding]:
         error = traced.error
         found.append(Finding("data", "not checked", f"the loss failed with {type(error).__name__}: {error}"))
     found += [each for value in traced.inputs for each in of_input(value)]
+    aims = {source for use in traced.uses for source in use.sources}
+    given = {name: each for name, each in tensors_of(first).items() if name not in aims}
+    found += [each for name, values in given.items() for each in of_marks(name, values, line)]
     wrong = any(each.verdict == "fault" for each in found)
     if not wrong and whole and count > 1 and key_of(_batch(loop, count, 0)) == key_of(first):
         text = f"the second epoch begins with the same batch as the first, after {count} batches: their order is fixed"
@@ -249,6 +259,12 @@ def _shard(batches: Iterable[Any], ignored: dict[str, int | None]) -> Shard:
         if shard.batches:
             shard.overlaps.append(_overlap(before, rows) if rows else 0)
         before = rows
+        tensors = [each for each in tensors_of(batch).values() if each.ndim and each.numel()]
+        shard.integers.append(_rows([each for each in tensors if not each.is_floating_point()]))
+        if not shard.batches:
+            floats = [each.detach().float().cpu() for each in tensors if each.is_floating_point()]
+            parts = [each.reshape(len(each), -1) for each in floats if len(each) == len(rows)]
+            shard.floats = torch.cat(parts, 1) if parts else None
         shard.batches.append((hash(tuple(sorted(rows))), len(set(rows)), len(rows)))
         shard.rows.update(rows)
         for name, tensor in tensors_of(batch).items():
@@ -356,7 +372,48 @@ def _same_on_ranks(shards: list[Shard], line: str) -> list[Finding]:
                 text = f"{shared} of {len(shard.rows)} rows of rank {rank} come on rank {other} too, though each comes"
                 text += " once on a rank: the data are not divided among the ranks"
                 return [Finding("data", "fault", text, ("batch", "rank"), line, fix)]
+            if found := _same_integers(shard, shards[other]):
+                verdict, count = found
+                text = f"all {count} rows of rank {rank} have the integers (labels, lengths, tokens) of those of rank "
+                text += f"{other} at the same place, and other numbers beside them"
+                if verdict == "fault":
+                    text += (
+                        ", which are far nearer to those of that row than of any other: the data are not divided among "
+                    )
+                    text += "the ranks, and noise or an augmentation differs"
+                return [Finding("data", verdict, text, ("batch", "rank"), line, fix)]
     return []
+
+
+def _same_integers(one: Shard, two: Shard) -> tuple[Verdict, int] | None:
+    """Says whether two ranks have rows with the same integers at the same places, and of how many rows; None if not.
+
+    They may be meant, as other images of the same words. It is certain that rows are the same if most of their integers
+    come once on a rank, and if their other numbers are at least twice as near to each other as to those of any other
+    row: those of two rows of one class are not.
+    """
+    both = [*zip(one.integers, two.integers, strict=False)]
+    if len(both) < 2 or any(not ours or ours != theirs for ours, theirs in both):
+        return None
+    # By chance a row has the integers of another row of its batch as often as two rows of a batch do, and if the order
+    # is fixed, as that of classes may be, as often as rows at the same place of different batches.
+    chance = 1.0
+    for step, (ours, _) in enumerate(both):
+        others = [other for at, (other, _) in enumerate(both) if at != step]
+        pairs = [(a, b) for other in others for a, b in zip(ours, other, strict=False)]
+        ordered = sum(a == b for a, b in pairs) / len(pairs) if pairs else 0.0
+        mixed = sum(count**2 for count in Counter(ours).values()) / len(ours) ** 2
+        chance *= max(ordered, mixed) ** len(ours)
+    if chance >= CHANCE:
+        return None
+    count = sum(len(ours) for ours, _ in both)
+    distinct = len({each for ours, _ in both for each in ours})
+    certain = False
+    if one.floats is not None and two.floats is not None and one.floats.shape == two.floats.shape:
+        apart = torch.cdist(one.floats, two.floats)
+        others = apart.clone().fill_diagonal_(math.inf).amin(1)
+        certain = 2 * distinct > count and bool((2 * apart.diagonal() < others).all())
+    return "fault" if certain else "note", count
 
 
 def _of_inputs(columns: list[list[Column]], names: list[str], line: str) -> list[Finding]:
@@ -683,6 +740,34 @@ def of_input(given: Input) -> list[Finding]:
         return fault(f"{text}: nearly constant, {abs(mean) / spread:.0f} times the spread from 0", fix)
     if 0 < size < DARK and size * seen < 0.01:
         return fault(f"{text}: too small for the first layer", "divide by their own spread, once")
+    return []
+
+
+def of_marks(name: str, values: Tensor, line: str) -> list[Finding]:
+    """Notes a number that comes again and again, far from all others: a mark of missing values.
+
+    Args:
+        name: of the batch's tensor.
+        values: its values.
+        line: of the user's code that makes the batches.
+    """
+    if not values.is_floating_point():
+        return []
+    values = values.detach().float().flatten()
+    values = values[values.isfinite()]
+    for mark in (values.min(), values.max()) if len(values) >= ENOUGH else ():
+        others = values[values != mark]
+        count = len(values) - len(others)
+        if not MARKS <= count <= len(values) // 2:  # else it is the usual number
+            continue
+        # Its distance from the next number is many times what lies between all others.
+        width, gap = float(others.max() - others.min()), float((others - mark).abs().min())
+        if 0 < FAR * width < gap:
+            text = f"{count} of {len(values)} numbers in {name} are {float(mark):g}, and all others are "
+            text += f"{float(others.min()):.4g} to {float(others.max()):.4g}: if it marks missing values, means and "
+            text += "spreads must leave it out, and the model must not take it for a number"
+            fix = "replace it by the mean of the others, and give the model a column that says where values are missing"
+            return [Finding("data", "note", text, (name,), line, fix)]
     return []
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.beside.preflight.checks import check_loop
-from stabletrain.beside.preflight.data import Targets, data_of, of_input
+from stabletrain.beside.preflight.data import Targets, data_of, of_input, of_marks
 from stabletrain.beside.preflight.tracing import Input
 
 CLASSES, ROWS, SIZE = 3, 48, 8
@@ -167,6 +167,39 @@ def test_rows_that_are_drawn_with_replacement_or_are_few_are_no_fault():
         assert not [
             each for each in data_of([batches(0, kinds), batches(1, kinds)], epoch=6) if each.verdict == "fault"
         ]
+
+
+def noisy(rank_of_rows=0, noise=0.05, integers=lambda rows: rows, fixed=False):
+    """Returns the batches of a rank: its rows with noise of its own, and an integer of each."""
+
+    def batches(rank):
+        order = torch.arange(ROWS) if fixed else torch.randperm(ROWS, generator=torch.Generator().manual_seed(7))
+        order = order[rank_of_rows * rank :: 2]
+        own = torch.Generator().manual_seed(rank)
+        return [(X[rows] + noise * torch.randn(SIZE, 4, generator=own), integers(rows)) for rows in order.split(SIZE)]
+
+    return [batches(0), batches(1)]
+
+
+def test_the_same_rows_on_each_rank_with_other_noise_are_found_by_their_integers():
+    [finding] = data_of(noisy(), epoch=3)
+    assert (finding.verdict, finding.places) == ("fault", ("batch", "rank"))
+    assert finding.text.startswith("all 24 rows of rank 1 have the integers (labels, lengths, tokens) of those of rank")
+    assert data_of(noisy(rank_of_rows=1), epoch=3)[0].verdict == "passed"
+
+
+def test_the_same_integers_may_be_meant_if_they_do_not_name_a_row_or_all_else_is_different():
+    assert data_of(noisy(noise=9.0), epoch=3)[0].verdict == "note"
+    assert data_of(noisy(integers=lambda rows: Y[rows]), epoch=3)[0].verdict == "note"
+
+
+def test_the_same_integers_are_no_surprise_if_they_are_few_or_in_a_fixed_order():
+    one_class, in_order = (lambda rows: 0 * rows), (lambda rows: torch.arange(len(rows)))
+    by_batch = lambda rows: 0 * rows + rows[0] // 16  # noqa: E731
+    assert data_of([each[:1] for each in noisy(fixed=True)], epoch=1)[0].verdict == "passed"  # the order is not known
+    for integers in (one_class, in_order, by_batch):
+        [finding] = data_of(noisy(rank_of_rows=1, integers=integers, fixed=True), epoch=3)
+        assert finding.verdict == "passed"
 
 
 @pytest.mark.parametrize("value", [IGNORED, 2])
@@ -503,6 +536,32 @@ def test_padding_of_a_ctc_loss_is_no_letter_and_a_letter_out_of_range_is_named()
     assert only(padded).verdict == "passed"
     beyond = only(spoken(lambda letters, _: letters + 1, lambda lengths, _: lengths))
     assert "are 2 to 3, and the head has 3 classes (0 to 2)" in beyond.text
+
+
+# ---- marks of missing values
+
+
+def test_a_number_that_comes_often_and_is_far_from_all_others_is_noted():
+    def normed(model, batch):
+        return F.cross_entropy(model((batch[0] / 1000).clamp(-1, 1)), batch[1])
+
+    finding = only_note(said(loop(lambda x, y, step, rank: (x.where(x < 0.5, -9999.0), y), normed)))
+    assert finding.places == ("batch[0]",)
+    assert " of 32 numbers in batch[0] are -9999, and all others are -" in finding.text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.where(X > 1, 9.0, X),  # clipped
+        torch.where(X > 1, 1e9, 0 * X),  # a mask
+        torch.where(X.max() == X, 9999.0, X),  # one number
+        torch.where(X > 1, 9999.0, 1000 * X),
+        torch.where(X > 1, float("inf"), X),
+    ],
+)
+def test_clipped_numbers_masks_and_rare_ones_are_no_marks(values):
+    assert of_marks("batch[0]", values, "") == []
 
 
 # ---- columns beside others
