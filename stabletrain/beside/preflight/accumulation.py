@@ -204,9 +204,10 @@ class Compared:
             if found := self.of_one_loss(batch, whole):
                 return found
             text = (
-                f"the gradient of {len(parts)} micro-batches is not that of loss ({self.name}): {apart}; loss is not "
-                "a sum over the parts of a batch, as with batch normalization, a loss of pairs, random numbers, or "
-                "several terms that are divided by different numbers, so that it is not known which of them is meant"
+                f"the gradient of step, taken as {len(parts)} micro-batches, is not that of loss ({self.name}): "
+                f"{apart}; loss is not a sum over the parts of a batch, as with batch normalization, a loss of pairs, "
+                "random numbers, or several terms that are divided by different numbers, so that it is not known which "
+                "of them is meant"
             )
             fix = "if loss has several terms, divide each by its own number in the whole batch"
             return Finding(NAME, "note", text, line=update.line, fix=fix)

@@ -89,7 +89,7 @@ def test_two_terms_that_are_divided_by_different_numbers_are_noted_with_how_far_
     assert made(lambda part: 1 / 4).verdict == "passed"
     found = made(lambda part: count(part) / count(maker()().batch(0)))
     assert found.verdict == "note"
-    assert "the gradient of 4 micro-batches is not that of loss (the first batch): cosine" in found.text
+    assert "the gradient of step, taken as 4 micro-batches, is not that of loss (the first batch): cosine" in found.text
 
 
 def test_a_loss_that_takes_all_rows_together_is_said_not_to_fit():
