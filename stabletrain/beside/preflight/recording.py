@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from stabletrain.beside.preflight.loop import Loop
 from stabletrain.errors import is_own
@@ -22,7 +23,7 @@ class Event:
     """A call of a part of the step.
 
     Attributes:
-        kind: `backward`, `zero_grad`, `scale`, `unscale`, `optimizer` (its step begins), `updated` (it has ended),
+        kind: `backward`, `zero_grad`, `scale`, `unscale`, `optimizer` (its update begins), `updated` (it has ended),
             `scheduler`, `scaler_step` or `scaler_update`.
         index: number of the optimizer or scheduler; -1 if it is none of the loop's, or does not matter.
         line: of the user's code that called it, `file:line`.
@@ -125,6 +126,7 @@ class Recorder:
     def __init__(self, loop: Loop) -> None:
         self.loop, self.step = loop, RecordedStep()
         self._stepping: list[int] = []  # an optimizer may be made of others, which step within its step
+        self._hooks: list[RemovableHandle] = []  # of the optimizers that step
         self.name_parameters()
 
     def name_parameters(self) -> None:
@@ -147,7 +149,8 @@ class Recorder:
     def installed(self) -> Generator[None, None, None]:
         """Records the calls inside; those of schedulers are told by the caller."""
         with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self.before).remove)
+            stack.callback(self.remove_hooks)
+            stack.callback(register_optimizer_step_pre_hook(self.begin).remove)
             stack.callback(register_optimizer_step_post_hook(self.after).remove)
             stack.enter_context(replaced(torch.autograd, "backward", self.backward))
             stack.enter_context(replaced(Optimizer, "zero_grad", self.zero_grad))
@@ -178,8 +181,17 @@ class Recorder:
         self.step.gradients = copies(self.parameters)
         return value
 
+    def begin(self, optimizer: Optimizer, *_: Any) -> None:
+        """Is called first in an optimizer's step: what hooks of the user's own do there comes before the update."""
+        self._hooks.append(optimizer.register_step_pre_hook(self.before))
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks of optimizers whose step an error has ended."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def before(self, optimizer: Optimizer, *_: Any) -> None:
-        """Is called before an optimizer's step."""
+        """Is called before an optimizer's update, after the hooks of the user's own."""
         index = self.number_of(optimizer)
         self._stepping.append(index)
         if index < 0 and len(self._stepping) > 1:
@@ -192,6 +204,7 @@ class Recorder:
 
     def after(self, *_: Any) -> None:
         """Is called after an optimizer's step."""
+        self._hooks.pop().remove()
         index = self._stepping.pop()
         if index >= 0 or not self._stepping:
             self.add("updated", index)

@@ -388,6 +388,28 @@ class ScheduleFirst(Plain):
         pass
 
 
+class ScheduleInPreHook(Plain):
+    """Schedules in the optimizer's step, before the update."""
+
+    def make_optimizers(self):
+        [optimizer] = super().make_optimizers()
+        self.register(optimizer, lambda *_: self.schedulers[0].step())
+        return [optimizer]
+
+    def register(self, optimizer, hook):
+        optimizer.register_step_pre_hook(hook)
+
+    def schedule(self):
+        pass
+
+
+class ScheduleInPostHook(ScheduleInPreHook):
+    """Schedules in the optimizer's step, after the update."""
+
+    def register(self, optimizer, hook):
+        optimizer.register_step_post_hook(hook)
+
+
 class ScheduleTwice(Plain):
     """Schedules twice a step."""
 
@@ -563,6 +585,12 @@ FAULTS = {
         "scheduler.step()",
         "call scheduler.step() after optimizer.step()",
     ),
+    ScheduleInPreHook: (
+        "schedulers.0 steps before optimizers.0: its first learning rate is never used",
+        ("schedulers.0",),
+        "self.register(optimizer, lambda *_: self.schedulers[0].step())",
+        "call scheduler.step() after optimizer.step()",
+    ),
     ScheduleTwice: (
         "schedulers.0 steps more than once for each step of optimizers.0 (2 times a step): the learning rate changes",
         ("schedulers.0",),
@@ -622,6 +650,7 @@ CLEAN = [
     TrainsForTwo,
     StopsAtNaN,
     OncePerEpoch,
+    ScheduleInPostHook,
     TwoSchedules,
 ]
 
