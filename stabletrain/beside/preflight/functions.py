@@ -18,6 +18,7 @@ from stabletrain.beside.preflight.finding import Finding
 from stabletrain.beside.preflight.loop import Loop, seed
 from stabletrain.beside.preflight.plain import InDouble, doubled, in_double, mapped
 from stabletrain.errors import is_own
+from stabletrain.guard.backward_calls import within_backward
 
 NAME = "gradient"
 
@@ -30,7 +31,7 @@ WRONG = 0.01
 that is meant to approximate, or computes in bf16 (rounding 0.004, averaged over many numbers)."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """A call of an autograd function.
 
@@ -41,6 +42,8 @@ class Call:
         module: name of the model's module that called it; empty if it is none.
         parameters: those of its arguments that are parameters, by their number.
         loop: that called it.
+        later: copies of the arguments of the second call before the backward pass, if there was one.
+        recomputed: whether it was called in the backward pass too.
     """
 
     function: type[Any]
@@ -49,6 +52,8 @@ class Call:
     module: str
     parameters: dict[int, nn.Parameter]
     loop: Loop
+    later: tuple[Any, ...] = ()
+    recomputed: bool = False
 
     @property
     def name(self) -> str:
@@ -64,17 +69,23 @@ class Call:
 
 @contextmanager
 def recorded_calls(loop: Loop) -> Generator[list[Call], None, None]:
-    """Records the first call of each autograd function of the user's that needs a gradient."""
+    """Records the first call of each autograd function of the user's that needs a gradient, and what the second got."""
     calls: list[Call] = []
     names = {id(module): name for name, module in loop.model.named_modules()}
 
     def forward(function: type[Any], inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         inputs = args[1:] if args and is_context(args[0]) else args
         needs = tuple(index for index, each in enumerate(inputs) if differentiable(each) and each.requires_grad)
-        if needs and not any(each.function is function for each in calls):
+        first = next((each for each in calls if each.function is function), None)
+        if first is not None and within_backward():
+            first.recomputed = True
+        elif needs and (first is None or not first.later):
             copies = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
             own = {index: each for index, each in enumerate(inputs) if isinstance(each, nn.Parameter)}
-            calls.append(Call(function, copies, needs, calling_module(names), own, loop))
+            if first is None:
+                calls.append(Call(function, copies, needs, calling_module(names), own, loop))
+            elif needs == first.needs:
+                first.later = copies
         return inner(*args, **kwargs)
 
     with ExitStack() as stack:
@@ -158,7 +169,7 @@ def checked_alone(alone: "Alone", where: str, places: tuple[str, ...]) -> Findin
         if abs(meant - slope) > max(WRONG * max(abs(meant), abs(slope), alone.size(index)), alone.rounding)
     ]
     if not wrong:
-        return None
+        return overwritten(alone, where, places)
     if not alone.repeatable or not all(compared[index][2] for index in wrong):
         text = (
             f"{where}: the forward pass is not smooth or draws numbers from a generator of its own, so that the "
@@ -178,6 +189,30 @@ def checked_alone(alone: "Alone", where: str, places: tuple[str, ...]) -> Findin
         return Finding(NAME, "note", text, places, call.line)
     text = f"{call.name}.backward is not the gradient of its forward pass ({where}): {said}"
     fix = f"correct {call.name}.backward; torch.autograd.gradcheck({call.name}.apply, inputs in fp64) tests it"
+    return Finding(NAME, "fault", text, places, call.line, fix)
+
+
+def overwritten(alone: "Alone", where: str, places: tuple[str, ...]) -> Finding | None:
+    """Calls a function twice before both backward passes: a call's gradient must be the one that it has alone.
+
+    It is not where the second call overwrites what the first one's backward pass needs. A function that is called
+    again in the backward pass, as by a checkpoint, may write it anew there, and is not called twice here.
+    """
+    call = alone.call
+    if not call.later or call.recomputed or alone.own or alone.draws or not alone.repeatable:
+        return None
+    pairs = zip(alone.gradients, alone.differentiated(2, mapped(doubled, [*call.later])), strict=True)
+    wrong = [
+        f"input {index} by {float((one - two).norm() / one.norm()):.3g} of its norm"
+        for index, (one, two) in zip(call.needs, pairs, strict=True)
+        if bool(one.any()) and not float((one - two).norm()) <= WRONG * float(one.norm())
+    ]
+    if not wrong:
+        return None
+    text = f"{call.name} is called twice before the backward pass, and then the gradient of the first call is another "
+    text += f"one than alone ({where}), of {', '.join(wrong)}: backward uses what the second call has overwritten"
+    fix = f"keep what {call.name}.backward needs on ctx (ctx.save_for_backward, or an attribute), not on the class, "
+    fix += "nor in a global or an object that several calls share"
     return Finding(NAME, "fault", text, places, call.line, fix)
 
 
@@ -231,18 +266,30 @@ class Alone:
         """Returns the outputs without their history."""
         return [each.detach() for each in self.called(inputs, number)]
 
-    def differentiated(self, number: int) -> list[Tensor]:
-        """Returns the gradients of the inputs; the seed is that of the backward pass."""
-        needs = self.call.needs
-        leaves = [
-            each.clone().requires_grad_() if at in needs and at not in self.own else each
-            for at, each in enumerate(self.inputs)
+    def leaves(self, inputs: list[Any]) -> list[Any]:
+        """Returns inputs, with copies that need a gradient in place of those that do."""
+        own, needs = self.own, self.call.needs
+        return [
+            each.clone().requires_grad_() if at in needs and at not in own else each for at, each in enumerate(inputs)
         ]
+
+    def differentiated(self, number: int, later: list[Any] | None = None) -> list[Tensor]:
+        """Returns the gradients of the inputs.
+
+        Args:
+            number: seed of the backward pass.
+            later: inputs of a second call, which is made before the backward pass of both.
+        """
+        leaves, others = self.leaves(self.inputs), [] if later is None else self.leaves(later)
         with torch.enable_grad():
             found = self.called(leaves)
+            after = self.called(others) if others else []
         pairs = [(each, given) for each, given in zip(found, self.given, strict=True) if each.requires_grad]
+        pairs += [(each, torch.ones_like(each)) for each in after if each.requires_grad]
         outputs, given = [each for each, _ in pairs], [each for _, each in pairs]
-        wanted = [leaves[index] for index in needs]
+        wanted = [leaves[index] for index in self.call.needs]
+        # PyTorch leaves out the backward pass of the second call if nothing that it reaches is wanted.
+        also = [others[index] for index in self.call.needs] if others else []
         for each in wanted:
             each.grad = None
         seed(number)
@@ -254,7 +301,7 @@ class Alone:
                 return inner(*args)
 
         with static_replaced(function, "backward", backward):
-            torch.autograd.backward(outputs, given, inputs=wanted)
+            torch.autograd.backward(outputs, given, inputs=[*wanted, *also])
         found = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
         for each in wanted:
             each.grad = None

@@ -1,10 +1,13 @@
 """Autograd functions alone, as people write them: right ones, wrong ones, and those whose gradient is another one on
 purpose."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 from stabletrain.beside.preflight.functions import check_call, recorded_calls
 from stabletrain.beside.preflight.plain import gradient_of
@@ -130,6 +133,34 @@ class HalfByHand(RecomputedByHand):
     """The same with half of the gradient of its parameters."""
 
     factor = 0.5
+
+
+class OnClass(Function):
+    """A product that keeps the factor on the class."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        OnClass.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * OnClass.factor, None
+
+
+class OnStack(Function):
+    """The same with a stack, which the backward passes empty in the reverse order."""
+
+    factors: ClassVar[list] = []
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        OnStack.factors.append(factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * OnStack.factors.pop(), None
 
 
 class Reversed(Function):
@@ -259,3 +290,29 @@ def test_a_function_that_differentiates_parameters_which_it_does_not_use_as_inpu
     found = found_in(run_by(HalfByHand))
     assert found.verdict == "fault"
     assert "the gradient of input 2 is 0.5 times the right one" in found.text
+
+
+def twice(function, run=lambda function, *args: function(*args)):
+    """Returns what multiplies by 2 and then by 3, each in a run of its own."""
+
+    def between(net, x):
+        for factor in (2.0, 3.0):
+            x = run(lambda x, factor=factor: F.gelu(function.apply(F.gelu(x), torch.full((8,), factor))), x)
+        return x
+
+    return between
+
+
+def test_a_second_call_must_not_overwrite_what_the_first_ones_backward_pass_needs():
+    found = found_in(twice(OnClass))
+    assert (found.verdict, found.places) == ("fault", ("OnClass",))
+    assert "OnClass is called twice before the backward pass" in found.text
+    assert "another one than alone (OnClass), of input 0 by 0.5 of its norm" in found.text
+    assert found.line == f"{__file__}:{OnClass.backward.__code__.co_firstlineno}"
+    assert "keep what OnClass.backward needs on ctx" in found.fix
+    assert found_in(lambda net, x: OnClass.apply(x, torch.full((8,), 2.0))) is None
+    assert found_in(twice(OnStack)) is None
+
+
+def test_what_a_recomputed_call_writes_anew_is_not_overwritten():
+    assert found_in(twice(OnClass, lambda *args: checkpoint(*args, use_reentrant=False))) is None
