@@ -76,11 +76,12 @@ def scaled(make: Maker, scale: float) -> Scaled:
 def compared(make: Maker, high: Scaled, low: Scaled) -> list[Finding]:
     """Compares two steps: first what the backward passes left, then what each optimizer was given."""
     ratio = high.scale / low.scale
+    grows = length(high.unscaled) / max(length(low.unscaled), 1e-300)
     differs = backward_is_first(high.step) and differ(high.unscaled, low.unscaled)
     # Hooks that unscale leave gradients that are alike under each scale; right if nothing unscales them again.
     by_hooks = (
         differs
-        and abs(length(high.unscaled) / length(low.unscaled) * ratio - 1) < APART
+        and abs(grows * ratio - 1) < APART
         and not differ(high.step.gradients, scaled(make, SMALL).step.gradients)  # of clipped ones a small scale differs
     )
     again = [each for each in high.step.events if each.kind in ("unscale", "scaler_step")]
@@ -88,8 +89,10 @@ def compared(make: Maker, high: Scaled, low: Scaled) -> list[Finding]:
         line = high.step.calls("backward")[-1].line
         if not high.step.calls("scale"):
             cause, fix = "the loss is not scaled by the scaler", "call scaler.scale(loss).backward()"
-        elif abs(length(high.unscaled) / length(low.unscaled) / ratio - 1) < APART:
-            cause, fix = "the loss is scaled twice by the scaler", "call scaler.scale(loss) once for each backward pass"
+        elif grows > 1 + APART:  # clipping makes gradients smaller under a larger scale
+            whole = abs(grows / ratio - 1) < APART
+            cause = f"the loss{'' if whole else ', or a part of it,'} is scaled twice by the scaler"
+            fix = "call scaler.scale(loss) once for each backward pass"
         elif by_hooks:
             cause = "the gradients are divided by the loss scale twice, by hooks of the backward pass and by the scaler"
             fix, line = "leave it to the scaler: do not divide by the scale in hooks", again[0].line

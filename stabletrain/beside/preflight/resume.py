@@ -60,6 +60,9 @@ MOST_AHEAD = 256
 MOST_BATCHES = 64
 """So many batches are looked through for the one that the load goes on with."""
 
+NUMBERS = (int, float, Tensor)
+"""What moments and step counts are."""
+
 ADVICE = {
     "parameters": (
         "the training goes on from other weights",
@@ -489,6 +492,11 @@ class Audit:
             )
             if part == "buffers" and {*names}.isdisjoint(found.loop.model.state_dict()):
                 fix = "register them with persistent=True: state_dict() leaves them out"
+            if part.endswith(".state") and (mixed := exchanged(part, names, before, after)):
+                means = f"moments are exchanged between {listed(mixed)}"
+                fix = "keep the order of the parameters in the optimizer: its state dict knows them by number only"
+            elif part.endswith(".state") and not begins_anew(names, after):
+                means = "moments or step counts are not those that were saved"
             meant = means if verdict == "fault" else "which makes no difference to the next step"
             text = f"{difference_of(part, names, before, after)}: {meant}"
             findings.append(self.finding(verdict, text, names, fix if verdict == "fault" else ""))
@@ -607,6 +615,32 @@ def difference_of(part: str, names: list[str], before: Values, after: Values) ->
     missing = sum(name not in after for name in names)
     how = f" ({missing} of them missing)" if missing else ""
     return f"{len(names)} of the {len(before)} values of {part} differ after load{how}: {listed(names)}"
+
+
+def exchanged(part: str, names: list[str], before: Values, after: Values) -> list[str]:
+    """Returns the names of parameters of which each got all that was saved of another one; empty if not all did.
+
+    Args:
+        part: `optimizers.0.state` or the like.
+        names: of the values that differ, such as `optimizers.0.state[weight].exp_avg`.
+        before: the values when they were saved.
+        after: the values after the load.
+    """
+    own: dict[str, list[str]] = {}  # the kinds of values that differ, by parameter
+    for name in names:
+        parameter, _, kind = name.removeprefix(f"{part}[").rpartition("].")
+        own.setdefault(parameter, []).append(kind)
+
+    def got(one: str, other: str) -> bool:
+        pairs = [(f"{part}[{one}].{kind}", f"{part}[{other}].{kind}") for kind in own[one]]
+        return all(mine in after and other in before and same(after[mine], before[other]) for mine, other in pairs)
+
+    return [*own] if all(any(got(one, other) for other in own if other != one) for one in own) else []
+
+
+def begins_anew(names: list[str], after: Values) -> bool:
+    """Whether values of an optimizer's state are missing, or 0."""
+    return not any(bool(torch.as_tensor(after[name]).any()) for name in names if isinstance(after.get(name), NUMBERS))
 
 
 def is_short(value: Any) -> bool:

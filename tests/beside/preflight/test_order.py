@@ -60,6 +60,15 @@ class ScalesTwice(Half):
         return loss
 
 
+class ScalesPartTwice(Half):
+    """Scales one of two terms by itself, and again with the sum."""
+
+    def backward(self, batch):
+        loss = self.loss(batch)
+        self.scaler.scale(loss + self.scaler.scale(0.001 * loss)).backward()
+        return loss
+
+
 class UnscalesTwice(Half):
     """Unscales by hand too."""
 
@@ -488,6 +497,12 @@ FAULTS = {
         "the loss is scaled twice by the scaler: the gradients of the backward pass, divided by the scale, are not",
         ("scaler",),
         "self.scaler.scale(self.scaler.scale(loss)).backward()",
+        "call scaler.scale(loss) once",
+    ),
+    ScalesPartTwice: (
+        "the loss, or a part of it, is scaled twice by the scaler: the gradients of the backward pass, divided by the",
+        ("scaler",),
+        "self.scaler.scale(loss + self.scaler.scale(0.001 * loss)).backward()",
         "call scaler.scale(loss) once",
     ),
     UnscalesTwice: (

@@ -115,6 +115,33 @@ def test_optimizer_state_that_is_not_restored():
     assert second.places == tuple(f"optimizers.0.param_groups[{number}].lr" for number in (0, 1))
 
 
+def with_moments(change):
+    """Returns a loop whose load changes the optimizer's state, of two parameters by number."""
+
+    class Changes(Small):
+        def make_optimizers(self):
+            super().make_optimizers()
+            self.optimizers = [torch.optim.AdamW([self.model[1].weight, self.model[1].bias])]
+            self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.5)]
+
+        def load(self, state):
+            change(state["optimizer"]["state"])
+            super().load(state)
+
+    return Changes
+
+
+def test_moments_that_are_exchanged_or_changed_do_not_begin_anew():
+    found = only_fault(with_moments(lambda state: state.update({0: state[1], 1: state[0]})))
+    assert found.text.endswith("moments are exchanged between 1.weight, 1.bias")
+    assert "its state dict knows them by number" in found.fix
+    found = only_fault(with_moments(lambda state: state[0]["exp_avg"].mul_(2)))
+    assert found.text.endswith("moments or step counts are not those that were saved")
+    assert found.places == ("optimizers.0.state[1.weight].exp_avg",)
+    found = only_fault(with_moments(lambda state: state[0]["exp_avg"].zero_()))
+    assert found.text.endswith("moments and step counts begin anew")
+
+
 def test_an_optimizer_that_is_made_anew_after_the_load():
     class Anew(Small):
         def load(self, state):
