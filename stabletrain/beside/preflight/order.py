@@ -15,6 +15,7 @@ from stabletrain.beside.preflight.loss_scale import loss_scale
 from stabletrain.beside.preflight.recording import RecordedStep, parameters_of, record_step
 from stabletrain.beside.preflight.schedulers import schedulers
 from stabletrain.beside.preflight.state import state_of
+from stabletrain.beside.preflight.summed import summed
 
 FEWEST, MOST = 3, 32
 """Steps that are recorded: three show what happens every second step; more are taken, up to an epoch and one step, only
@@ -36,7 +37,8 @@ def check(make: Maker) -> list[Finding]:
         found = found or misused(loop, step)
         step.gradients, step.left, step.given = {}, {}, {}  # only their names are needed, and they are large
         steps.append(step)
-    found += [*left.found(make), *schedulers(loop, steps, whole=0 < loop.epoch < len(steps))]
+    found += left.found(make) or summed(make)
+    found += schedulers(loop, steps, whole=0 < loop.epoch < len(steps))
     found += [*loss_scale(make), *nan_stays(make)]
     text = f"{len(steps)} steps: each begins without old gradients, and schedulers and loss scale are used once a step"
     return found or [Finding("order", "passed", text)]
