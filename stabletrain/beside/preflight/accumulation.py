@@ -317,7 +317,7 @@ class Compared:
 
     def normalized_note(self) -> Finding:
         """Says that the norm of the gradient is set."""
-        text = "step gives the gradient a norm of its own, whatever the loss's: its length cannot be compared"
+        text = "what step gives does not shrink with the loss (its norm is set, or noise is added): it cannot be compared"
         return Finding(NAME, "note", text, line=self.update.line)
 
     def fault(self, given: list[float], right: list[float], *, late: bool) -> Finding:

@@ -280,7 +280,7 @@ def test_a_gradient_whose_norm_is_set_is_only_noted(parts):
 
     found = one_of(step=made)
     assert found.verdict == "note"
-    assert "a norm of its own" in found.text
+    assert "does not shrink with the loss" in found.text
 
 
 def test_a_loss_that_is_reported_wrongly_is_noted():

@@ -93,7 +93,7 @@ class ReusedLong(Reused):
 
 
 class Normalized(Buffers):
-    """The mean of all steps, brought to length 1: nobody can tell it from the sum."""
+    """The mean of all steps, brought to length 1: it cannot be told from the sum."""
 
     def joined(self, old, new):
         return old + new
