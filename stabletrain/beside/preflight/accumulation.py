@@ -317,7 +317,7 @@ class Compared:
 
     def normalized_note(self) -> Finding:
         """Says that the norm of the gradient is set."""
-        text = "what step gives does not shrink with the loss (its norm is set, or noise is added): it is not comparable"
+        text = "what step gives does not shrink with the loss (its norm is set, or noise is added): it is no measure"
         return Finding(NAME, "note", text, line=self.update.line)
 
     def fault(self, given: list[float], right: list[float], *, late: bool) -> Finding:
