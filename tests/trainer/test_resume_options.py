@@ -42,6 +42,7 @@ OTHERS = {
     "determinism": "seeded",
     "faults": "none",
     "forecast": "default",
+    "check": "first_step",
     "forensics": "default",
     "guard": "rollback",
     "monitors": "default",
