@@ -147,7 +147,7 @@ class Recorder:
 
     @contextmanager
     def installed(self) -> Generator[None, None, None]:
-        """Records the calls inside; those of schedulers are told by the caller."""
+        """Records the calls inside; the caller records those of schedulers."""
         with ExitStack() as stack:
             stack.callback(self.remove_hooks)
             stack.callback(register_optimizer_step_pre_hook(self.begin).remove)

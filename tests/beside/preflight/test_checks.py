@@ -125,3 +125,36 @@ def test_the_report_shows_verdict_line_and_fix():
 def test_many_names_are_counted():
     assert listed([*"abcdef"]) == "a, b, c, d and 2 more"
     assert listed([*"abcd"]) == "a, b, c, d"
+
+
+class Outer(torch.optim.Optimizer):
+    """Steps another optimizer within its own step, as one for matrices does with the rest."""
+
+    def __init__(self, parameters):
+        super().__init__([*parameters], {"lr": 1e-2})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=1e-2)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def test_an_optimizer_made_of_another_updates_its_parameters_once():
+    def made():
+        parts = make()
+        optimizer = Outer(parts["model"].parameters())
+
+        def step(batch):
+            optimizer.zero_grad()
+            loss = parts["loss"](batch)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return {**parts, "optimizers": optimizer, "step": step}
+
+    report = Guard.check(made, only=["structure", "order", "accumulation"])
+    assert {(each.check, each.verdict) for each in report} == {
+        ("structure", "passed"),
+        ("order", "passed"),
+        ("accumulation", "passed"),
+    }, str(report)
