@@ -18,6 +18,8 @@ IGNORE_INDEX = -100
 LOGITS_AT_ONCE = 2**26
 """Default number of logits upcast to fp32 at once: 256 MiB."""
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 LARGEST = 3.4e38
 """Just below fp32's maximum, so that `value <= LARGEST` is False for NaN and for Inf."""
 
@@ -39,6 +41,41 @@ class Transform:
     each: Tensor
 
 
+ORDERED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, *INTEGERS)
+"""Dtypes whose smallest and largest value can be read."""
+
+
+class Range(NamedTuple):
+    """Smallest and largest value of a tensor, read on the host: the device then need not look for bad values.
+
+    Attributes:
+        low, high: the values, NaN if one is NaN. A part of the tensor may have a smaller range.
+        tensor: the tensor that was read, or a copy or a part of it.
+        version: of that tensor, which counts writes: a range says nothing about a tensor that was written since.
+    """
+
+    low: float
+    high: float
+    tensor: Tensor
+    version: int
+
+    def bounds(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor's values are known to lie in this range."""
+        return self.tensor is tensor and self.version == tensor._version
+
+    def moved(self, before: Tensor, after: Tensor) -> Range | None:
+        """Returns the range of a copy or a part of a tensor; None if this is not the range of that tensor."""
+        return self._replace(tensor=after, version=after._version) if self.bounds(before) else None
+
+
+def range_of(tensor: Tensor, values: Tensor) -> Range | None:
+    """Returns the range of a tensor on the host, from those of its values that count; None if it has no order."""
+    if tensor.dtype not in ORDERED or tensor.layout != torch.strided or tensor.is_inference():
+        return None
+    low, high = values.aminmax() if values.numel() else torch.zeros(2)
+    return Range(low.item(), high.item(), tensor, tensor._version)
+
+
 @dataclass(frozen=True)
 class Batch:
     """A batch or micro-batch of samples.
@@ -54,6 +91,8 @@ class Batch:
         transform: is applied to the inputs when the batch is moved to the model's device; None if they are complete.
         share: share of the step's samples that this part of its batch holds, over all ranks and micro-batches.
         sizes: number of samples of each micro-batch, if samples were left out; empty if all have the same number.
+        input_range: of the inputs; None if unknown.
+        target_range: of the targets that are not `IGNORE_INDEX`; (0, 0) if there are none, None if unknown.
     """
 
     inputs: Tensor
@@ -64,6 +103,8 @@ class Batch:
     transform: Transform | None = None
     share: float = 1.0
     sizes: tuple[int, ...] = ()
+    input_range: Range | None = None
+    target_range: Range | None = None
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -85,7 +126,30 @@ class Batch:
         transform = self.transform
         if transform is not None:
             transform = replace(transform, each=transform.each.to(device, non_blocking=True))
-        return replace(self, inputs=inputs, targets=targets, counted=counted, transform=transform)
+        elif inputs is self.inputs and targets is self.targets:
+            return self
+        return self.holding(inputs, targets, counted=counted, transform=transform)
+
+    def examined(self) -> Batch:
+        """Reads the ranges, and counts the valid targets unless `counted` is known; of tensors on the host only."""
+        inputs, targets = self.inputs, self.targets
+        if inputs.device.type != "cpu" or targets.device.type != "cpu":
+            return self
+        known = targets if targets.is_floating_point() else targets[targets != IGNORE_INDEX]
+        return replace(
+            self,
+            counted=known.numel() if self.counted is None else self.counted,
+            # inputs that a transform will change say nothing about those that the model gets
+            input_range=range_of(inputs, inputs) if self.transform is None else None,
+            target_range=range_of(targets, known),
+        )
+
+    def holding(self, inputs: Tensor, targets: Tensor, **others: Any) -> Batch:
+        """Returns the batch with copies or parts of its inputs and targets, whose values lie in the same ranges."""
+        ranges = (self.input_range, self.inputs, inputs), (self.target_range, self.targets, targets)
+        mine, theirs = (known and known.moved(before, after) for known, before, after in ranges)
+        others |= {"inputs": inputs, "targets": targets, "input_range": mine, "target_range": theirs}
+        return replace(self, **others)
 
     def transformed(self) -> Batch:
         """Applies the transform, if there is one, on the device that holds the inputs."""
@@ -120,7 +184,7 @@ class Batch:
         transform = self.transform
         if transform is not None:
             transform = replace(transform, each=transform.each.pin_memory())
-        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory(), transform=transform)
+        return self.holding(self.inputs.pin_memory(), self.targets.pin_memory(), transform=transform)
 
     def split(self, parts: int) -> list[Batch]:
         """Splits the batch into `parts` micro-batches of equal size, in order; or into those of `sizes`.
@@ -135,8 +199,15 @@ class Batch:
         size, rest = divmod(len(self), parts)
         if rest:
             raise ValueError(f"a batch of {len(self)} samples does not divide into {parts} micro-batches")
+        if parts == 1:
+            return [self]
         whole = self.of_step(self.share / parts)
-        return [whole.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
+        cut = [whole.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
+        return [whole.holding(*part.tensors()[:2], **part.of_samples()) for part in cut]
+
+    def of_samples(self) -> dict[str, Any]:
+        """Returns the fields, besides inputs and targets, that say something about each sample."""
+        return {"ids": self.ids, "sources": self.sources, "transform": self.transform}
 
     def without(self, left_out: Collection[int], parts: int) -> Batch:
         """Leaves samples out of the batch of a step with `parts` micro-batches; one that loses all its samples ends.
@@ -174,6 +245,8 @@ class Batch:
 
     def having(self, inputs: Tensor, targets: Tensor) -> Batch:
         """Returns the batch with other inputs and targets, such as sanitized ones."""
+        if inputs is self.inputs and targets is self.targets:
+            return self
         return replace(self, inputs=inputs, targets=targets)
 
     def of_step(self, share: float) -> Batch:

@@ -114,13 +114,13 @@ class ForwardBackward(NamedTuple):
 
     Attributes:
         loss: the micro-batch's share of the step's loss.
-        bad_data: whether the micro-batch holds values that no model can learn from.
+        bad_data: whether the micro-batch holds values that no model can learn from; a bool if the host knows it.
         largest: largest magnitude of its inputs.
         classes: see `Computed`.
     """
 
     loss: LossTerms
-    bad_data: Tensor
+    bad_data: Tensor | bool
     largest: Number
     classes: int | None
 
@@ -128,12 +128,12 @@ class ForwardBackward(NamedTuple):
 def forward_backward(model: Callable[[Tensor], Any], batch: Batch, n_valid: Tensor, tools: Tools) -> ForwardBackward:
     """Runs forward and backward of a micro-batch; adds scaled gradients to `.grad`."""
     # A token id out of range would crash a CUDA kernel and the process. Replace it, and mark the step as bad.
-    inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
+    inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs, batch.input_range)
     # Forward, under autocast. (With `loss_chunk` the head runs together with the loss.)
     with tools.precision.autocast():
         outputs = model(inputs)
     classes = tools.objective.classes(outputs)
-    targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
+    targets, bad_targets = tools.sanitizer.targets(batch.targets, classes, batch.target_range)
     # Loss in fp32: bf16 has 8 bits of precision, too few for a logsumexp over a vocabulary.
     loss = tools.objective(outputs, batch.having(inputs, targets), n_valid)
     # Backward, times the loss scale, so that small fp16 gradients do not underflow.

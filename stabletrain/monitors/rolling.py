@@ -6,16 +6,18 @@
 Source: OLMo 2, arXiv 2501.00656, section 3.1 (window 1,000, seven standard deviations), for losses and gradient norms.
 This is the package's only definition of a spike.
 
-The standard deviation is the population's (divided by n), in float64. No value of a skipped step enters a window. A
-step that the guard skipped as a spike counts as a spike in both scores, also after a rollback. Other skipped steps
-count only towards the skip rate.
+The standard deviation is the population's (divided by n). Both sums of a window are exact integers, so they depend on
+the values in it alone, never on those that it held before, and a new value costs the same however long it is.
+
+No value of a skipped step enters a window. A step that the guard skipped as a spike counts as a spike in both scores,
+also after a rollback. Other skipped steps count only towards the skip rate.
 """
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import islice
 
 from stabletrain.records import Reading
 
@@ -24,6 +26,69 @@ MINIMUM = 20
 
 RESOLUTION = 2.0**-23
 """Lower bound of the standard deviation, relative to the mean: readings are fp32, so less is rounding error."""
+
+
+UNIT = 1074
+"""Every float is an integer multiple of 2**-UNIT."""
+
+
+def in_units(value: float) -> int:
+    """Returns a finite value as a multiple of 2**-UNIT, exactly."""
+    numerator, denominator = value.as_integer_ratio()
+    return numerator << UNIT + 1 - denominator.bit_length()
+
+
+class Window:
+    """The last values of a series, with their mean and standard deviation.
+
+    Attributes:
+        size: largest number of values.
+        values: finite values, oldest first.
+        negative: how many of them are below 0.
+    """
+
+    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
+        self.size = size
+        self.values: deque[float] = deque(maxlen=size)
+        self.negative = self._sum = self._squares = 0
+        self._known: tuple[float, float] | None = None
+        for value in values:
+            self.add(value)
+
+    def __len__(self) -> int:
+        """Number of values."""
+        return len(self.values)
+
+    def add(self, value: float) -> None:
+        """Adds a finite value; the oldest one leaves a full window."""
+        if len(self.values) == self.size:
+            self._count(self.values[0], -1)
+        self.values.append(value)
+        self._count(value, 1)
+        self._known = None
+
+    def _count(self, value: float, sign: int) -> None:
+        units = in_units(value)
+        self._sum += sign * units
+        self._squares += sign * units * units
+        self.negative += sign * (value < 0)
+
+    def newest(self, count: int) -> list[float]:
+        """Returns the newest values, oldest first."""
+        return [*islice(reversed(self.values), count)][::-1]
+
+    def normal(self) -> tuple[float, float]:
+        """Returns mean and standard deviation; 0 and 0 without values."""
+        if self._known is None:  # a step asks for them several times
+            count = len(self.values) or 1
+            mean = self._sum / (count << UNIT)
+            # n sum(x^2) - sum(x)^2 of integers loses nothing, and the one division is rounded correctly.
+            try:
+                deviation = math.sqrt((count * self._squares - self._sum**2) / (count**2 << 2 * UNIT))
+            except OverflowError:  # the variance is above the largest float
+                deviation = math.inf
+            self._known = mean, max(deviation, RESOLUTION * abs(mean))
+        return self._known
 
 
 class Spikes:
@@ -50,8 +115,7 @@ class Spikes:
         self.minimum = minimum
         self.judged = 0
         self.spikes = 0
-        self._values: deque[float] = deque(maxlen=window)
-        self._known: tuple[float, float] | None = None
+        self._window = Window(window)
 
     def z(self, value: float) -> float:
         """Returns how many standard deviations `value` is above the window's mean; negative below it.
@@ -60,9 +124,9 @@ class Spikes:
         """
         if not math.isfinite(value):
             return math.inf
-        if len(self._values) < self.minimum:
+        if len(self._window) < self.minimum:
             return 0.0
-        mean, deviation = self._normal()
+        mean, deviation = self._window.normal()
         distance = value - mean
         if deviation == 0.0:
             return math.copysign(math.inf, distance) if distance else 0.0
@@ -71,29 +135,15 @@ class Spikes:
     @property
     def limit(self) -> float:
         """Value at which a spike begins: mean + sigma std of the window; inf with fewer than `minimum` values in it."""
-        if len(self._values) < self.minimum:
+        if len(self._window) < self.minimum:
             return math.inf
-        mean, deviation = self._normal()
+        mean, deviation = self._window.normal()
         return mean + self.sigma * deviation if deviation else mean
 
     @property
-    def values(self) -> list[float]:
-        """Values in the window, oldest first."""
-        return list(self._values)
-
-    @property
-    def mean(self) -> float:
-        """Mean of the window; 0 if it is empty."""
-        return self._normal()[0] if self._values else 0.0
-
-    def _normal(self) -> tuple[float, float]:
-        """Returns mean and standard deviation of the window."""
-        if self._known is None:  # cached until the window changes: a step asks for them several times
-            # Recomputed from the window: a running sum would keep the rounding error of every huge value it ever held.
-            values = np.fromiter(self._values, np.float64, len(self._values))
-            mean = float(values.mean())
-            self._known = mean, max(float(values.std()), RESOLUTION * abs(mean))
-        return self._known
+    def window(self) -> Window:
+        """The last values."""
+        return self._window
 
     def add(self, value: float) -> float:
         """Judges and counts `value`, then adds it to the window; returns its z.
@@ -105,11 +155,10 @@ class Spikes:
         if not math.isfinite(value):
             return distance
         # Finite spikes enter the window: if the loss has moved for good, the new level must become normal.
-        if len(self._values) >= self.minimum:
+        if len(self._window) >= self.minimum:
             self.judged += 1
             self.spikes += abs(distance) >= self.sigma
-        self._values.append(value)
-        self._known = None
+        self._window.add(value)
         return distance
 
     def count_skipped(self) -> None:
@@ -124,11 +173,11 @@ class Spikes:
 
     def state_dict(self) -> dict:
         """Window, oldest value first, and counts, for the checkpoint."""
-        return {"values": list(self._values), "judged": self.judged, "spikes": self.spikes}
+        return {"values": list(self._window.values), "judged": self.judged, "spikes": self.spikes}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores them; the newest values if the stored window is longer."""
-        self._values, self._known = deque(state["values"], maxlen=self._values.maxlen), None
+        self._window = Window(self._window.size, state["values"])
         self.judged, self.spikes = state["judged"], state["spikes"]
 
 
@@ -179,6 +228,7 @@ class RollingStats:
     """
 
     def __init__(self, window: int = WINDOW) -> None:
+        self._window = window
         self._active: deque[float] = deque(maxlen=window)
         self._applied: deque[bool] = deque(maxlen=window)
         self._fallen: deque[bool] = deque(maxlen=window)
@@ -197,15 +247,18 @@ class RollingStats:
             if skipped_spike:  # the guard's window is shorter than the scores', so the scores may not see this spike
                 for spikes in self._spikes.values():
                     spikes.count_skipped()
-            return self._raise("skips", sum(self._fallen) >= OFTEN, SKIPS.format(sum(self._fallen), len(self._fallen)))
+            fallen = sum(self._fallen)
+            return self._raise("skips", SKIPS.format(fallen, len(self._fallen))) if fallen >= OFTEN else []
         self._active.append(reading.clip_active)
         self._spikes["loss"].add(reading.loss)
         self._spikes["grad_norm"].add(reading.grad_norm)
-        always = len(self._active) == self._active.maxlen and mean(self._active) >= NEARLY_ALWAYS
-        return self._raise("clipping", always, CLIPPING.format(mean(self._active), len(self._active)))
+        if "clipping" in self._raised or len(self._active) < self._window:
+            return []
+        active = mean(self._active)
+        return self._raise("clipping", CLIPPING.format(active, self._window)) if active >= NEARLY_ALWAYS else []
 
-    def _raise(self, kind: str, condition: bool, text: str) -> list[Alarm]:
-        if not condition or kind in self._raised:
+    def _raise(self, kind: str, text: str) -> list[Alarm]:
+        if kind in self._raised:
             return []
         self._raised.append(kind)
         return [Alarm(kind, text)]

@@ -44,7 +44,7 @@ class Progress:
         self._stream = stream or sys.stdout
         self._label = label
         self._live: Any = None
-        self._parts: dict[str, str] = {}
+        self._shown: tuple[Mapping[str, Any], float, str, int] | None = None
         self._evaluation: tuple[int, int] | None = None
         self._first = self._step = self._total = 0
         self._started = self._drawn = self._evaluation_began = self._printed = time.monotonic()
@@ -76,11 +76,10 @@ class Progress:
             rate: samples or tokens per second.
             unit: unit of `rate`, `tok` or `img`.
         """
-        self._step = step
-        self._parts = parts(step, self._total, metrics, rate, unit, skipped, self._seconds_left())
+        self._step, self._shown = step, (metrics, rate, unit, skipped)
         if self._live is None:
             if step % self.log_every == 0 or step == self._total:
-                self._print("  ".join(self._parts.values()))
+                self._print("  ".join(self._parts().values()))
         elif time.monotonic() - self._drawn >= REFRESH or step == self._total:
             self._drawn = time.monotonic()
             self._live.refresh()
@@ -128,12 +127,18 @@ class Progress:
         done = self._step - self._first
         return (time.monotonic() - self._started) / done * (self._total - self._step) if done > 0 else None
 
+    def _parts(self) -> dict[str, str]:
+        """Returns the parts of the newest step's line. Most steps are never drawn, so `update` does not format them."""
+        if self._shown is None:
+            return {}
+        return parts(self._step, self._total, *self._shown, self._seconds_left())
+
     def _render(self) -> Any:
         from rich.text import Text
 
-        if not self._parts:
+        if self._shown is None:
             return Text("")
-        parts, (done, total) = self._parts, (self._step, self._total)
+        parts, (done, total) = self._parts(), (self._step, self._total)
         if self._evaluation is not None:
             parts, (done, total) = self._evaluation_parts(), self._evaluation
         words = fit({**parts, "step": self._label + parts["step"]}, self._live.console.width)

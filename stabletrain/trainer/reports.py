@@ -46,19 +46,19 @@ def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: M
     """
     guard, tracker, plan = run.tools.guard, run.tracker, run.plan
     skipped = sum(guard.skips.values())
-    metrics = reading_metrics(reading, skipped) | run.monitoring.rolling.metrics()
-    metrics |= {
-        "tick": run.state.executed_steps,
-        "guard/applied": int(reading.applied),
-        "guard/rollbacks": guard.rollbacks,
-        **healing_counts(guard, run.saved.healing),
-        **({"guard/left_out": guard.left_out} if guard.keeps else {}),
-    }
+    metrics = reading_metrics(reading, skipped)
     if seen or guard.left_out or reading.step % plan.log_every == 0 or reading.step in (1, plan.steps):
         throughput.measure()
         run.monitoring.meter.sample()
+        counted = {
+            "tick": run.state.executed_steps,
+            "guard/applied": int(reading.applied),
+            "guard/rollbacks": guard.rollbacks,
+            **healing_counts(guard, run.saved.healing),
+            **({"guard/left_out": guard.left_out} if guard.keeps else {}),
+        }
         used = {f"{UNITS[run.data.unit]}_per_s": throughput.rate, **run.monitoring.usage.metrics(throughput.rate)}
-        tracker.log(reading.step, {**metrics, **used, **seen})
+        tracker.log(reading.step, {**metrics, **run.monitoring.rolling.metrics(), **counted, **used, **seen})
     tracker.progress(reading.step, metrics, throughput.rate, run.data.unit, skipped)
 
 

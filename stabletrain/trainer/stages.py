@@ -289,7 +289,9 @@ class BatchLoader:
         """
         batch = self._read(step)
         # What has to be moved to a card stays as small as the data gave it: the card transforms it.
-        return batch.transformed() if batch.inputs.device == self.process.device else batch
+        batch = batch.transformed() if batch.inputs.device == self.process.device else batch
+        # Read the values here, on a background thread: bad ones are found without any work in the step.
+        return batch.examined()
 
     def _read(self, step: int) -> Batch:
         size, world_size = self.batch_size, self.process.ranks.world_size

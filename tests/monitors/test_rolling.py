@@ -3,12 +3,12 @@
 import json
 import math
 import random
+import sys
 from fractions import Fraction
 
-import numpy as np
 import pytest
 
-from stabletrain.monitors.rolling import RollingStats, Spikes
+from stabletrain.monitors.rolling import RESOLUTION, RollingStats, Spikes, Window
 from stabletrain.records import Reading
 
 
@@ -119,17 +119,28 @@ def test_the_state_of_spikes_goes_through_json_and_continues_exactly():
     assert whole.score == spike_score(values, 64, 3.0) > 0
 
 
-def test_mean_and_limit_are_those_of_the_window_as_it_now_is():
-    spikes, values = Spikes(window=32, sigma=3.0, minimum=2), noisy(3, 80)
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 1e300])
+def test_mean_and_deviation_are_exact_whatever_the_window_held_before(scale):
+    """As fractions give them, rounded once; a value that left the window leaves no rounding error behind."""
+    values = [1e18, *(scale * value for value in noisy(3, 80)), 5e-324, -3.5]
+    window, limit = Window(32), Spikes(window=32, sigma=3.0, minimum=2)
     for number, value in enumerate(values, 1):
-        spikes.add(value)
-        assert spikes.mean == np.mean(values[max(number - 32, 0) : number])
+        window.add(value)
+        limit.add(value)
+        kept = [Fraction(each) for each in values[max(number - 32, 0) : number]]
+        middle = sum(kept) / len(kept)
+        variance = sum((each - middle) ** 2 for each in kept) / len(kept)
+        mean, deviation = window.normal()
+        root = math.inf if variance > Fraction(sys.float_info.max) else math.sqrt(variance)
+        assert (mean, deviation) == (float(middle), max(root, RESOLUTION * abs(mean)))
+        assert window.negative == sum(each < 0 for each in kept)
+        if number > 1:
+            assert limit.limit == mean + 3.0 * deviation
     other = Spikes(window=32, sigma=3.0, minimum=2)
-    for value in (1.0, 2.0):
-        other.add(value)
-    assert other.mean == 1.5
-    other.load_state_dict(spikes.state_dict())
-    assert (other.mean, other.limit) == (spikes.mean, spikes.limit)
+    other.add(1.0)
+    other.load_state_dict(limit.state_dict())
+    assert (other.limit, other.window.normal()) == (limit.limit, window.normal())
+    assert window.newest(3) == values[-3:]
 
 
 @pytest.mark.parametrize("wrong", [{"window": 10}, {"minimum": 1}, {"sigma": 0.0}])

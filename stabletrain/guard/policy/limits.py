@@ -115,6 +115,7 @@ class Limit:
         self._spikes = Spikes(window, sigma, cold_steps(window))
         self._terms = terms
         self._first: list[float] = []
+        self._first_median = math.inf
         self.value = terms.largest
 
     @property
@@ -125,18 +126,18 @@ class Limit:
     def add(self, value: float) -> None:
         """Adds the value of an applied step."""
         if len(self._first) < self._terms.firsts:
-            self._first.append(value)
+            self._note_first([*self._first, value])
         self._spikes.add(value)
         self._update()
 
     @property
     def signed(self) -> bool:
         """Whether a value was negative, as log-likelihoods of densities are: multiples of it then mean nothing."""
-        return any(value < 0 for value in (*self._first, *self._spikes.values))
+        return self._spikes.window.negative > 0 or any(value < 0 for value in self._first)
 
     def widened(self, recent: float) -> float:
         """Returns the limit if it is at least this multiple of the recent level, and at most `terms.largest`."""
-        level = median_low(self._spikes.values[-LEVEL:] or [0.0])
+        level = median_low(self._spikes.window.newest(LEVEL) or [0.0])
         return min(max(self.value, recent * level), self._terms.largest)
 
     @property
@@ -144,18 +145,24 @@ class Limit:
         """Limit of the absolute value: the same as `value`, or `LARGEST` if values may be negative."""
         return LARGEST if self.signed else self.value
 
+    def _note_first(self, first: list[float]) -> None:
+        self._first = first
+        # multiples of 0 would forbid every later value
+        self._first_median = (median_low(first) if first else 0.0) or math.inf
+
     def _update(self) -> None:
-        limit = self._spikes.limit
-        first = median_low(self._first) or math.inf  # multiples of 0 would forbid every later value
+        limit, (mean, _), first = self._spikes.limit, self._spikes.window.normal(), self._first_median
         if self.signed:
             if math.isfinite(limit):
-                limit = max(limit, self._spikes.mean + (self._terms.ratio - 1) * abs(self._spikes.mean))
+                limit = max(limit, mean + (self._terms.ratio - 1) * abs(mean))
         elif math.isfinite(limit):
-            limit = max(limit, self._terms.ratio * self._spikes.mean, self._terms.share * first)
+            limit = max(limit, self._terms.ratio * mean, self._terms.share * first)
         elif math.isfinite(self._spikes.sigma):
             limit = self._terms.cold * first
             if math.isfinite(self._terms.prior):
-                early = early_limit(self._spikes.values, self._terms.cold, self._terms.prior, self._spikes.sigma)
+                early = early_limit(
+                    [*self._spikes.window.values], self._terms.cold, self._terms.prior, self._spikes.sigma
+                )
                 limit = min(limit, max(early, self._terms.share * first))
         self.value = min(limit, self._terms.largest)
         if self._terms.recent:
@@ -168,7 +175,7 @@ class Limit:
     def load_state_dict(self, state: dict) -> None:
         """Restores window and first values."""
         self._spikes.load_state_dict(state["window"])
-        self._first = list(state["first"])
+        self._note_first(list(state["first"]))
         if self._first:
             self._update()
         else:  # saved before the first applied step: discard the limit of this object's own history
