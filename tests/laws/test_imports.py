@@ -11,7 +11,7 @@ import stabletrain
 PACKAGE = Path(stabletrain.__file__).parent
 ROOT = PACKAGE.parent
 
-NOUNS = {"records", "errors", "buffers", "printable", "program", "several_optimizers", "stored"}
+NOUNS = {"records", "errors", "buffers", "printable", "program", "several_optimizers", "stored"} | {"model_tensors"}
 
 BESIDE = "beside"
 """The folder that the rest of the package never imports; `adapters` holds public names of it."""
@@ -24,7 +24,8 @@ MAY_SEE = {
     "several_optimizers": set(),
     "stored": {"errors"},
     "program": set(),
-    "buffers": set(),
+    "buffers": {"model_tensors"},
+    "model_tensors": set(),
     "checksums": set(),
     "tools": NOUNS | {"guard/policy", "machine", "parallel", "stability"},
     "machine": NOUNS,
