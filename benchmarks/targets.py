@@ -82,7 +82,12 @@ TARGETS = {
     "own_loop/gpt": Target("Guard's own time over a plain step, GPT", 1.02, True, cpu_only),
     "own_loop/resnet": Target("Guard's own time over a plain step, ResNet", 1.02, True, cpu_only),
     "overhead/waits": Target("what in an ordinary step waits for the card, times", 0, True, card),
-    "operations/more": Target("kernels that a guarded step launches beyond a bare loop's, most", 35, True),
+    "operations/more": Target("kernels that a guarded step launches beyond a bare loop's, most", 20, True),
+    "operations/host_off": Target(
+        "host time of a tiny model's step over a bare loop's, guard=off", 1.1, True, cpu_only
+    ),
+    "operations/host_skip": Target("the same with guard=skip", 1.15, True, cpu_only),
+    "operations/host_rollback": Target("the same with guard=rollback and monitors", 1.2, True, cpu_only),
     "throughput/gpt_mini": Target("gpt_mini in bf16 over plain fp32 PyTorch, speed", 2.6, False, bf16_cpu),
     "throughput/gpt2_mfu": Target("gpt2 (124 M) in bf16, MFU", 0.5, False, hopper),
     "memory/chunks": Target("gpt2 at 32 x 1024 tokens, z-loss: peak memory with all logits over chunks", 3.0, False),

@@ -2,16 +2,22 @@
 
 A ResNet has a hundred buffers of two dtypes. Copying each would launch a hundred kernels, so they are copied as bytes,
 all in one vector.
+
+A module may promise that nothing ever writes some of its buffers, such as tables of a position embedding: it names them
+in `constant_buffers`. They are copied once, and compared with that copy when others are compared.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, UInt8
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from stabletrain.model_tensors import ModelTensors, tensors_of
 
 
 class Buffers:
@@ -20,7 +26,7 @@ class Buffers:
     Attributes:
         tensors: the buffers, in the order of `model.buffers()`.
         judged: those that must stay finite, as real tensors: all with floating-point or complex values, of at least 16
-            bits, that can be written in place, but masks.
+            bits, that can be written in place, but masks and constants.
 
     Args:
         places: modules with their buffers by name.
@@ -33,11 +39,15 @@ class Buffers:
         places: Sequence[tuple[nn.Module, dict[str, Tensor | None]]] = (),
         masks: Sequence[bool] = (),
     ) -> None:
-        self.tensors, self._places = [*tensors], places
+        self.tensors, self._found, self._places = [*tensors], tensors, places
         self._memory = memory_of(tensors)
         tensors = [tensor for tensor in tensors if can_be_written(tensor)]
         masked = {id(tensor) for tensor, mask in zip(self.tensors, masks, strict=False) if mask}
         judged = [tensor for tensor in tensors if is_measured(tensor) and id(tensor) not in masked]
+        promised = [each for module, _ in places for each in constants_of(module)]
+        self._constant = {id(each): (each, each.detach().clone()) for each in promised if not each.is_meta}
+        tensors = [tensor for tensor in tensors if id(tensor) not in self._constant]
+        judged = [tensor for tensor in judged if id(tensor) not in self._constant]
         self.judged = [torch.view_as_real(each) if each.is_complex() else each for each in judged]
         plain = {id(tensor) for tensor in tensors if tensor.is_contiguous() and not hasattr(tensor, "to_local")}
         contiguous = [tensor for tensor in tensors if id(tensor) in plain]
@@ -49,8 +59,11 @@ class Buffers:
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
         """Returns whether these are the same tensors, in the same memory."""
-        same = len(tensors) == len(self.tensors) and all(map(lambda a, b: a is b, tensors, self.tensors))
-        return same and memory_of(tensors) == self._memory
+        if tensors is not self._found:
+            if len(tensors) != len(self.tensors) or not all(map(is_, tensors, self.tensors)):
+                return False
+            self._found = tensors
+        return memory_of(tensors) == self._memory
 
     def save(self) -> "SavedBuffers":
         """Copies the buffers' values."""
@@ -61,6 +74,19 @@ class Buffers:
         """Puts these tensors back into their modules, where the forward pass has replaced them by others."""
         for module, buffers in self._places:
             module._buffers.update(buffers)
+
+    @torch.no_grad()
+    def put_back_constants(self) -> None:
+        """Restores the constants."""
+        for tensor, kept in self._constant.values():
+            tensor.copy_(kept)
+
+    def changed_constants(self) -> list[Bool[Tensor, ""]]:
+        """Returns for each constant whether its bits are no longer what they were; 0-d, on the device."""
+        return [
+            torch.ne(as_bytes(each.contiguous()), as_bytes(kept.contiguous())).any()
+            for each, kept in self._constant.values()
+        ]
 
     @torch.no_grad()
     def restore_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> "SavedBuffers":
@@ -100,7 +126,8 @@ class Buffers:
 
     def like(self, memory: UInt8[Tensor, " bytes"] | None, others: list[Tensor]) -> list[Tensor]:
         """Returns saved values with the shapes and dtypes of the buffers, in the order of `tensors`."""
-        values = dict(zip(map(id, self._others), others, strict=True))
+        values = {key: kept for key, (_, kept) in self._constant.items()}
+        values |= zip(map(id, self._others), others, strict=True)
         parts = () if memory is None else memory.split(self._sizes)
         for tensor, part in zip(self._contiguous, parts, strict=True):
             values[id(tensor)] = part.view(tensor.dtype).view(tensor.shape)
@@ -130,29 +157,46 @@ class SavedBuffers:
         buffers = buffers or self.buffers
         buffers.put_back()  # also without tensors: the forward pass may have set a buffer that was None
         if buffers.tensors:
+            buffers.put_back_constants()
             buffers.restore_(self, torch.zeros((), dtype=torch.bool, device=buffers.tensors[0].device))
 
     def tensors(self) -> list[Tensor]:
         """Returns the saved values with the buffers' shapes and dtypes, in the order of `model.buffers()`."""
         return self.buffers.like(self.memory, self.others)
 
+    def live(self) -> list[Tensor]:
+        """Returns the saved values, and of constants the present ones."""
+        constant = self.buffers._constant
+        pairs = zip(self.buffers.tensors, self.tensors(), strict=True)
+        return [tensor if id(tensor) in constant else saved for tensor, saved in pairs]
+
     def equal(self, other: "SavedBuffers") -> Bool[Tensor, ""] | bool:
-        """Returns whether all bits equal another copy's; False if it is a copy of buffers of other sizes."""
+        """Returns whether all bits equal another copy's; False if it is a copy of buffers of other sizes.
+
+        Constants must be what they were when they were first seen.
+        """
         mine, theirs = self._flat(), other._flat()
         if len(mine) != len(theirs) or any(a.shape != b.shape for a, b in zip(mine, theirs, strict=True)):
             return False
         found = [torch.eq(a, b).all() for a, b in zip(mine, theirs, strict=True)]
+        found += [~changed for changed in other.buffers.changed_constants()]
         return torch.stack(found).all() if len(found) > 1 else found[0] if found else True
 
     def changed(self, other: "SavedBuffers") -> list[int]:
         """Returns which tensors differ from another copy, as positions in `tensors()`; waits for the device."""
-        pairs = zip(self.tensors(), other.tensors(), strict=False)
+        pairs = zip(self.tensors(), other.live(), strict=False)
         return [at for at, (a, b) in enumerate(pairs) if a is not b and not same_bits(a, b)]
 
     def _flat(self) -> list[UInt8[Tensor, " bytes"]]:
         """Returns the values as bytes."""
         parts = [] if self.memory is None else [self.memory]
         return parts + [as_bytes(each.contiguous()) for each in self.others]
+
+
+def constants_of(module: nn.Module) -> list[Tensor]:
+    """Returns the buffers of a module that nothing ever writes, by its own promise."""
+    named = (module._buffers.get(name) for name in getattr(module, "constant_buffers", ()))
+    return [tensor for tensor in named if tensor is not None]
 
 
 MASK_THRESHOLD = 1e18
@@ -194,9 +238,13 @@ def is_huge(tensor: Tensor) -> bool:
     return is_measured(tensor) and not bool((tensor.abs() < MASK_THRESHOLD).all())
 
 
-def buffers_of(model: nn.Module) -> Buffers:
-    """Returns the model's buffers. Their views are made once, and again after a buffer was replaced."""
-    tensors = [*model.buffers()]
+def buffers_of(model: nn.Module, found: ModelTensors | None = None) -> Buffers:
+    """Returns the model's buffers. Their views are made once, and again after a buffer was replaced.
+
+    Args:
+        found: the model's tensors, if they were just found.
+    """
+    tensors = (found or tensors_of(model)).buffers
     known = _BUFFERS.get(model)
     if known is None or not known.are(tensors):
         places = [(module, {**module._buffers}) for module in model.modules() if module._buffers]

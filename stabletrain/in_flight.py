@@ -44,7 +44,9 @@ class InFlight:
         # All numbers travel in one copy: a copy of each would cost the host as much as launching a layer.
         on_device = {name: value for name, value in self._known.items() if isinstance(value, Tensor)}
         self._names = [*on_device]
-        self._values = torch.stack([value.float() for value in on_device.values()])
+        self._values = torch.stack(
+            [each if each.dtype == torch.float32 else each.float() for each in on_device.values()]
+        )
         self._arrived = None
         if self._values.is_cuda:
             values, self._values = self._values, torch.empty(len(self._names), pin_memory=True)

@@ -94,11 +94,15 @@ _KNOWN: "WeakValueDictionary[int, ModelTensors]" = WeakValueDictionary()
 them."""
 
 
-def tensors_of(model: nn.Module) -> ModelTensors:
-    """Returns the tensors of a model as they are now. Keep the result: without it, the next call walks the model."""
+def tensors_of(model: nn.Module, *, look: bool = True) -> ModelTensors:
+    """Returns the tensors of a model as they are now. Keep the result: without it, the next call walks the model.
+
+    Args:
+        look: whether to look for changes since the last call.
+    """
     known = _KNOWN.get(id(model))
     if known is None:
         known = _KNOWN[id(model)] = ModelTensors(model)
-    else:
+    elif look:
         known.find()
     return known

@@ -50,12 +50,14 @@ class Range(NamedTuple):
 
     Attributes:
         low, high: the values, NaN if one is NaN. A part of the tensor may have a smaller range.
+        count: number of values that were read.
         tensor: the tensor that was read, or a copy or a part of it.
         version: of that tensor, which counts writes: a range says nothing about a tensor that was written since.
     """
 
     low: float
     high: float
+    count: int
     tensor: Tensor
     version: int
 
@@ -73,7 +75,7 @@ def range_of(tensor: Tensor, values: Tensor) -> Range | None:
     if tensor.dtype not in ORDERED or tensor.layout != torch.strided or tensor.is_inference():
         return None
     low, high = values.aminmax() if values.numel() else torch.zeros(2)
-    return Range(low.item(), high.item(), tensor, tensor._version)
+    return Range(low.item(), high.item(), values.numel(), tensor, tensor._version)
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,8 @@ class Batch:
         From pinned memory the copy is asynchronous. Before the targets leave the host, counts the valid ones: on the
         device this would take several kernels.
         """
-        leaves = self.targets.device.type == "cpu" and device.type != "cpu"
-        counted = self.count_targets() if leaves and self.counted is None else self.counted
+        leaves, counted = self.targets.device.type == "cpu" and device.type != "cpu", self.known_count()
+        counted = self.count_targets() if leaves and counted is None else counted
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in (self.inputs, self.targets))
         transform = self.transform
         if transform is not None:
@@ -131,14 +133,13 @@ class Batch:
         return self.holding(inputs, targets, counted=counted, transform=transform)
 
     def examined(self) -> Batch:
-        """Reads the ranges, and counts the valid targets unless `counted` is known; of tensors on the host only."""
+        """Reads the ranges of tensors on the host; leaves those on a device unread."""
         inputs, targets = self.inputs, self.targets
         if inputs.device.type != "cpu" or targets.device.type != "cpu":
             return self
         known = targets if targets.is_floating_point() else targets[targets != IGNORE_INDEX]
         return replace(
             self,
-            counted=known.numel() if self.counted is None else self.counted,
             # inputs that a transform will change say nothing about those that the model gets
             input_range=range_of(inputs, inputs) if self.transform is None else None,
             target_range=range_of(targets, known),
@@ -171,6 +172,12 @@ class Batch:
         """Returns the number of valid targets; waits for the device if they are on one."""
         return self.targets.numel() if self.targets.is_floating_point() else int((self.targets != IGNORE_INDEX).sum())
 
+    def known_count(self) -> int | None:
+        """Returns the number of valid targets of the batch, or of that of which it is a shard; None if unknown."""
+        if self.counted is None and self.target_range is not None and self.target_range.bounds(self.targets):
+            return self.target_range.count
+        return self.counted
+
     def n_valid(self) -> Tensor:
         """Returns the number of valid targets, at least 1, 0-d on their device; does not wait for it."""
         if self.targets.is_floating_point():
@@ -201,7 +208,7 @@ class Batch:
             raise ValueError(f"a batch of {len(self)} samples does not divide into {parts} micro-batches")
         if parts == 1:
             return [self]
-        whole = self.of_step(self.share / parts)
+        whole = replace(self, share=self.share / parts, counted=self.known_count())
         cut = [whole.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
         return [whole.holding(*part.tensors()[:2], **part.of_samples()) for part in cut]
 
@@ -506,6 +513,8 @@ class TrainState:
         executed_steps: steps executed in the whole run, including rolled back ones; it never decreases.
         options: the optimizer's original arguments in each parameter group. Some optimizers count there (Prodigy,
             schedule-free ones): a value that differs from its original is such a count, and belongs to the state.
+        tensors: the model's tensors (`model_tensors.py`), kept here so that no step walks the tree of modules.
+        counts: numbers of valid targets, as 0-d tensors on the device.
     """
 
     model: nn.Module
@@ -514,6 +523,8 @@ class TrainState:
     skipped: list[tuple[int, int]] = field(default_factory=list)
     executed_steps: int = 0
     options: list[dict[str, Any]] = field(init=False)
+    tensors: Any = field(default=None, init=False, repr=False, compare=False)
+    counts: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known, simple = self.optimizer.defaults, bool | int | float | str | None

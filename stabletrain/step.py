@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import Buffers, SavedBuffers, buffers_of
 from stabletrain.in_flight import InFlight
+from stabletrain.model_tensors import tensors_of
 from stabletrain.monitors.tensor_norms import gradients, measure_all
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import (
@@ -74,13 +75,15 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     # Seed by step number, so that a replay of this step draws the same random numbers.
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
+    # The model's tensors were found at the first step; this notices whether it has got others since.
+    state.tensors = tensors = tensors_of(state.model)
     # The forward pass overwrites BatchNorm's statistics. If the step is skipped, these copies are restored.
-    saved_buffers = buffers_of(state.model).save()
+    saved_buffers = buffers_of(state.model, tensors).save()
     # Every `guard.recheck_every` steps, the first micro-batch runs a second time: its gradient must be the same.
     recheck = tools.guard.recheck.of_step(state, saved_buffers, tools)
     # Divide each micro-batch's loss by the number of targets of the whole step: the losses then add up to the exact
     # mean, even if micro-batches or ranks have different numbers of valid targets.
-    n_valid, empty = count_targets(batches)
+    n_valid, empty = count_targets(batches, state.counts)
     losses, bad, largest, classes = [], [empty], [], None
     model = tools.wrap(state.model)
     alone = tools.wrap_alone(state.model)
@@ -98,12 +101,13 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
         losses = [zero_gradients_(state.model)]
     terms = sum(losses[1:], losses[0])
     # Undo the loss scale first, so that norms and clipping bounds mean the same in every precision.
-    found = gradients(state.model)
+    tensors.find()
+    found = gradients(tensors)
     tools.precision.unscale_(found)
     tools.parallel.average_buffers_(state.model, saved_buffers)
     tools.parallel.max_over_ranks_(tools.after_update.maxima(state.model))
     # Measure before clipping: norm clipping would turn every gradient into NaN if one of them is.
-    buffers = buffers_of(state.model)
+    buffers = buffers_of(state.model, tensors)
     norms, buffer_norm = measure_all(found, buffers.judged)
     checks = StepChecks(maximum(bad), maximum(largest), buffer_norm, recheck=recheck.difference)
     return Computed(terms, norms, checks, buffers, saved_buffers, forwards, classes)
@@ -141,17 +145,29 @@ def forward_backward(model: Callable[[Tensor], Any], batch: Batch, n_valid: Tens
     return ForwardBackward(loss.detach(), bad_inputs | bad_targets, magnitude, classes)
 
 
-def count_targets(batches: Sequence[Batch]) -> tuple[Tensor, Tensor | bool]:
+MOST_COUNTS = 64
+"""Number of counts of targets that are kept on the device."""
+
+
+def count_targets(batches: Sequence[Batch], earlier: dict[int, Tensor] | None = None) -> tuple[Tensor, Tensor | bool]:
     """Counts the valid targets of the whole step, including other ranks.
+
+    Args:
+        earlier: counts of earlier steps, on the device. Most steps have as many, which then costs no kernel.
 
     Returns:
         their number, at least 1, 0-d int64 on the device; and whether there are none: a 0-d bool, or False.
     """
-    known = batches[0].counted
+    known = batches[0].known_count() if len(batches) == 1 else batches[0].counted
     if known is None and batches[0].targets.is_floating_point():  # all of them count, so the host knows how many
         known = sum(batch.targets.numel() for batch in batches)
     if known is not None:
-        n_valid = torch.full((), max(known, 1), device=batches[0].targets.device)
+        number, earlier = max(known, 1), {} if earlier is None else earlier
+        if number not in earlier:
+            if len(earlier) == MOST_COUNTS:
+                earlier.clear()
+            earlier[number] = torch.full((), number, device=batches[0].targets.device)
+        n_valid = earlier[number]
         return n_valid, torch.ones_like(n_valid, dtype=torch.bool) if known == 0 else False
     counts = [(batch.targets != IGNORE_INDEX).sum() for batch in batches]
     count = sum(counts[1:], counts[0])
@@ -159,11 +175,16 @@ def count_targets(batches: Sequence[Batch]) -> tuple[Tensor, Tensor | bool]:
 
 
 def maximum(numbers: Sequence[Tensor | float]) -> Number:
-    """Returns the largest of 0-d tensors as fp32; NaN propagates. 0.0 without tensors, as host floats here are 0."""
+    """Returns the largest of 0-d tensors and host numbers that are at least 0, as fp32; NaN propagates.
+
+    A float if there are no tensors.
+    """
     tensors = [number for number in numbers if isinstance(number, Tensor)]
-    if len(tensors) > 1:
-        return torch.stack(tensors).amax().float()
-    return tensors[0].float() if tensors else 0.0
+    known = max((float(number) for number in numbers if not isinstance(number, Tensor)), default=0.0)
+    if not tensors:
+        return known
+    largest = (torch.stack(tensors).amax() if len(tensors) > 1 else tensors[0]).float()
+    return largest.clamp(min=known) if known else largest
 
 
 def zero_gradients_(model: nn.Module) -> LossTerms:

@@ -147,8 +147,9 @@ def test_a_guarded_loop_of_ones_own_takes_the_plain_loops_steps_and_a_slow_guard
 
 def test_host_time_is_measured_beside_a_bare_loop(benchmark, capsys):
     operations = benchmark("operations")
-    found = operations.host_time(2, ToldClock())
+    found, values = operations.host_time(2, ToldClock(), loading=True)
     assert {each["what"] for each in found} == {"bare", "bare again", *operations.KINDS}
+    assert values.keys() == {name for name in benchmark("targets").TARGETS if name.startswith("operations/host")}
     assert capsys.readouterr().out.count("| bare |") == 2
 
 

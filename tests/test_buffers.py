@@ -137,3 +137,47 @@ def test_a_buffer_that_was_none_is_none_again():
     model.mean = torch.full((2,), torch.nan)
     saved.put_back()
     assert model.mean is None
+
+
+class Tables(nn.Module):
+    """A table that nothing writes, and a count."""
+
+    constant_buffers = ("table", "missing")
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(6.0).reshape(2, 3).T)
+        self.register_buffer("count", torch.zeros(2))
+
+
+def test_a_constant_is_not_copied_and_neither_judged_nor_restored_by_the_gate():
+    model = nn.Sequential(Tables(), nn.BatchNorm1d(3))
+    buffers = buffers_of(model)
+    assert {each.data_ptr() for each in buffers.judged}.isdisjoint({model[0].table.data_ptr()})
+    saved = buffers.save()
+    assert saved.memory is not None
+    assert len(saved.memory) == 4 * 2 + 4 * 3 * 2 + 8
+    model[0].count.add_(1)
+    buffers.restore_(saved, CLOSED)
+    assert model[0].count.tolist() == [0, 0]
+    only = nn.Module()
+    only.constant_buffers = ("table",)
+    only.register_buffer("table", torch.ones(3))
+    saved = buffers_of(only).save()
+    assert (saved.memory, saved.others) == (None, [])
+
+
+def test_a_constant_that_changed_is_found_named_and_put_back():
+    model = nn.Sequential(nn.BatchNorm1d(3), Tables())
+    before = buffers_of(model).save()
+    assert before.equal(buffers_of(model).save())
+    was = model[1].table.clone()
+    model[1].table.data[2, 1] = -4.0
+    after = buffers_of(model).save()
+    assert not before.equal(after)
+    names = [name for name, _ in model.named_buffers()]
+    assert [names[at] for at in before.changed(after)] == ["1.table"]
+    assert torch.equal(before.tensors()[names.index("1.table")], was)
+    before.put_back(after.buffers)
+    assert torch.equal(model[1].table, was)
+    assert before.equal(buffers_of(model).save())

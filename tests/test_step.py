@@ -1,6 +1,7 @@
 """The step: skipped updates, gradient accumulation, clipping after unscaling, seeding by step number."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -293,3 +294,21 @@ def test_the_learning_rate_of_every_group_follows_the_schedule():
     readings = [train_step(state, [batch(i)], half) for i in range(2)]
     assert [r.lr for r in readings] == [5e-3, 2.5e-3]
     assert [g["lr"] for g in state.optimizer.param_groups] == [2.5e-3, 1.25e-3]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "largest"),
+    [
+        ([], 0.0),
+        ([2.5, 1.0, False], 2.5),
+        ([torch.tensor(1.5), 2.5], 2.5),
+        ([torch.tensor(3.5), 2.5, torch.tensor(0.5)], 3.5),
+        ([torch.tensor(True), False], 1.0),
+        ([torch.tensor(math.nan), 2.5], math.nan),
+        ([torch.tensor([2.0])[0], torch.tensor(math.inf)], math.inf),
+    ],
+)
+def test_the_largest_of_what_the_device_and_the_host_know(numbers, largest):
+    found = maximum(numbers)
+    assert isinstance(found, torch.Tensor) == any(isinstance(each, torch.Tensor) for each in numbers)
+    assert float(found) == largest or (math.isnan(float(found)) and math.isnan(largest))

@@ -24,6 +24,8 @@ class Rotary(nn.Module):
     Dot products of queries and keys then depend only on the distance of their positions.
     """
 
+    constant_buffers = ("cos", "sin")
+
     def __init__(self, block_size: int, n_embd: int, head_dim: int) -> None:
         super().__init__()
         del n_embd

@@ -24,7 +24,9 @@ the tail, which is wider than the median deviation says if errors have heavy tai
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 
 PAST, GAP, ERRORS = 32, 16, 64
 """Values in the reference, newest values left out of it, and errors from which their spread is computed."""
@@ -74,6 +76,7 @@ class ChangePoint:
         """Forgets all values: the level has changed for good."""
         self._values: deque[float] = deque(maxlen=PAST + GAP)
         self._errors: deque[float] = deque(maxlen=ERRORS)
+        self._ordered: list[float] = []  # the errors, smallest first
         self._sums, self._onsets = [0.0] * len(self._signs), [0] * len(self._signs)
         self._known: list[float] = []  # reference, median error and its deviation, while a change is suspected
         self._count = self._held = 0
@@ -128,7 +131,7 @@ class ChangePoint:
         self._held = 0 if held is None else self._held + 1
         if held is None:
             self._values.append(value)
-            self._errors.append(error)
+            self._add_error(error)
         elif self._held >= ERRORS:
             self._sums, self._excess = [0.0] * len(self._signs), []
         return self.statistic
@@ -137,8 +140,14 @@ class ChangePoint:
         """Returns median and robust standard deviation of the errors; None while there are too few."""
         if len(self._errors) < MINIMUM:
             return None
-        middle = median(self._errors)
-        return middle, NORMAL * median([abs(error - middle) for error in self._errors])
+        middle = median_of_ordered(self._ordered)
+        return middle, NORMAL * median([abs(error - middle) for error in self._ordered])
+
+    def _add_error(self, error: float) -> None:
+        if len(self._errors) == ERRORS:
+            del self._ordered[bisect_left(self._ordered, self._errors[0])]
+        self._errors.append(error)
+        insort(self._ordered, error)
 
     def _accumulate(self, step: int, error: float, middle: float, deviation: float) -> None:
         before = max(self._sums)
@@ -170,6 +179,7 @@ class ChangePoint:
         """Restores them."""
         self._values = deque(state["values"], maxlen=self._values.maxlen)
         self._errors = deque(state["errors"], maxlen=self._errors.maxlen)
+        self._ordered = sorted(self._errors)
         self._sums, self._onsets = list(state["sums"]), list(state["onsets"])
         self._known, self._excess = list(state["known"]), list(state["excess"])
         self._count, self._held = state["count"], state["held"]
@@ -211,5 +221,10 @@ class SustainedRise(ChangePoint):
 
 def median(values: "deque[float] | list[float]") -> float:
     """Returns the median of at least one number."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    return median_of_ordered(sorted(values))
+
+
+def median_of_ordered(values: Sequence[float]) -> float:
+    """Returns the median of at least one number, smallest first."""
+    half = len(values) // 2
+    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2

@@ -17,12 +17,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stabletrain.model_tensors import ModelTensors, tensors_of
 from stabletrain.records import GradNorms, Number
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Returns all gradients in the order of `model.parameters()`; for sharded gradients, this rank's shard (a view)."""
-    found: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+def gradients(model: nn.Module | ModelTensors) -> list[Tensor]:
+    """Returns all gradients in the order of `model.parameters()`; for sharded gradients, this rank's shard (a view).
+
+    Args:
+        model: or its tensors, if they were just found.
+    """
+    tensors = model if isinstance(model, ModelTensors) else tensors_of(model)
+    found: list[Any] = [grad for p in tensors.parameters if (grad := p.grad) is not None]
     return [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in found]
 
 

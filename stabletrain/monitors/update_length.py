@@ -1,27 +1,35 @@
 """Length of each update and of the weights after it, measured over a fixed sample of every trained parameter.
 
-    update  = sqrt(stride) · |w_after - w_before|       L2 norms over every `stride`-th element
-    weights = sqrt(stride) · |w_after|
+    update  = |w_after - w_before|       L2 norms over every `stride`-th element
+    weights = |w_after|
 
-Measuring costs two copies of the sample and one pass over both: five kernels whatever the model's size. The sample has
-at least one element of each parameter. It is the same in every step, so that the numbers of two steps can be compared.
-Nothing here waits for the device.
+Times `factor`, the root of `stride`, they are about those of the whole model. Measuring costs one copy of the sample
+and a pass over it and the copy of the step before: three kernels whatever the model's size, and one more where the
+weights were written since that step, as after a rollback. The sample has at least one element of each parameter. It is
+the same in every step, so that the numbers of two steps can be compared. Nothing here waits for the device.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-SAMPLED = 2**16
+from stabletrain.model_tensors import tensors_of
+
+SAMPLED = 2**14
 """Approximate number of sampled elements; a smaller model is measured whole."""
 
 
 class NoLengths:
-    """Measures nothing, without a kernel. Base class of `Lengths`."""
+    """Measures nothing, without a kernel. Base class of `Lengths`.
+
+    Attributes:
+        factor: length over the whole model, divided by that over the sample.
+    """
+
+    factor = 1.0
 
     def before(self, model: nn.Module) -> Tensor | None:
         """Returns what `after` needs of the weights before the optimizer's step: nothing."""
@@ -41,42 +49,54 @@ class Lengths(NoLengths):
     """Measures updates and weights of a model's trained parameters; of sharded ones, the shards of all ranks."""
 
     def __init__(self) -> None:
-        self._model: ref[nn.Module] | None = None
+        self._trained: tuple[nn.Parameter, ...] | None = None
         self._views: list[Tensor] = []
-        self._elements, self._dtype = 0, torch.float32
-        self._factor, self._sharded = 1.0, False
+        self._rows: list[list[Tensor]] = []  # two pairs of an update and the sample after it, written in turns
+        self._places: list[Tensor] = []
+        self._sharded = False
+        self._sample: Tensor | None = None  # as the last step left it
+        self._versions: list[int] = []
 
     def before(self, model: nn.Module) -> Tensor:
-        """Returns a copy of the sample, with room for a second one."""
-        if self._model is None or self._model() is not model:
-            self._choose(model)
-        copies = self._views[0].new_empty((2, self._elements), dtype=self._dtype)
-        torch.cat(self._views, out=copies[0])
-        return copies
+        """Returns a copy of the sample."""
+        trained = tensors_of(model, look=False).trained  # the step has just looked
+        if trained is not self._trained:
+            self._choose(trained)
+        if self._sample is None or self._written() != self._versions:
+            self._sample = torch.cat(self._views, out=self._rows[0][1])
+        return self._sample
 
     def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Returns `update` and `weights`."""
         assert before is not None
-        earlier, now = before.unbind()
+        self._places.reverse()
+        self._rows.reverse()
+        moved, now = self._rows[0]
         torch.cat(self._views, out=now)
-        earlier.sub_(now)
-        numbers = torch.linalg.vector_norm(before, dim=1).float()
+        torch.sub(now, before, out=moved)
+        numbers = torch.linalg.vector_norm(self._places[0], dim=1).float()
         if self._sharded:
             numbers = sum_over_ranks(numbers.square()).sqrt()
-        update, weights = (numbers * self._factor).unbind()
+        # A shard's version does not count writes to the sharded tensor.
+        self._sample, self._versions = None if self._sharded else now, self._written()
+        update, weights = numbers.unbind()
         return {"update": update, "weights": weights}
 
-    def _choose(self, model: nn.Module) -> None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    def _written(self) -> list[int]:
+        """Returns how often each sampled tensor was written."""
+        return [view._version for view in self._views]
+
+    def _choose(self, trained: tuple[nn.Parameter, ...]) -> None:
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained)
         # An odd stride, because matrices have even widths: the sample must not lie in a few columns.
         stride = (sum(parameter.numel() for parameter in trained) // SAMPLED) | 1
         self._views = [sample(parameter, stride) for parameter in trained]
-        self._elements = sum(view.numel() for view in self._views)
-        dtypes = (view.dtype for view in self._views)
-        self._dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        self._factor = stride**0.5
-        self._model = ref(model)
+        dtype = functools.reduce(torch.promote_types, (view.dtype for view in self._views), torch.float32)
+        shape = (2, sum(view.numel() for view in self._views))
+        self._places = [self._views[0].new_empty(shape, dtype=dtype) for _ in range(2)]
+        self._rows = [[*place.unbind()] for place in self._places]
+        self.factor = stride**0.5
+        self._trained, self._sample = trained, None
 
 
 def sample(parameter: Any, stride: int) -> Tensor:

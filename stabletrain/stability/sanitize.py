@@ -85,8 +85,8 @@ class Sanitizer:
         if classes is None:
             return targets, torch.zeros((), dtype=torch.bool, device=targets.device)
         targets = targets.long()  # uint8 cannot hold -100, and the loss kernels expect int64
-        known = targets.masked_fill(targets.clamp(0, classes - 1) != targets, IGNORE_INDEX)
-        return known, (known != targets).any()
+        safe = targets.masked_fill(targets.clamp(0, classes - 1) != targets, IGNORE_INDEX)
+        return safe, (safe != targets).any()
 
     def safe(self, batch: Batch, classes: int | None) -> Batch:
         """Returns the batch with every id in range, for code that runs the model outside of a step."""

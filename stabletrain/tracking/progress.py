@@ -44,7 +44,7 @@ class Progress:
         self._stream = stream or sys.stdout
         self._label = label
         self._live: Any = None
-        self._shown: tuple[Mapping[str, Any], float, str, int] | None = None
+        self._newest: tuple[Mapping[str, Any], float, str, int] | None = None
         self._evaluation: tuple[int, int] | None = None
         self._first = self._step = self._total = 0
         self._started = self._drawn = self._evaluation_began = self._printed = time.monotonic()
@@ -76,7 +76,7 @@ class Progress:
             rate: samples or tokens per second.
             unit: unit of `rate`, `tok` or `img`.
         """
-        self._step, self._shown = step, (metrics, rate, unit, skipped)
+        self._step, self._newest = step, (metrics, rate, unit, skipped)
         if self._live is None:
             if step % self.log_every == 0 or step == self._total:
                 self._print("  ".join(self._parts().values()))
@@ -129,14 +129,14 @@ class Progress:
 
     def _parts(self) -> dict[str, str]:
         """Returns the parts of the newest step's line. Most steps are never drawn, so `update` does not format them."""
-        if self._shown is None:
+        if self._newest is None:
             return {}
-        return parts(self._step, self._total, *self._shown, self._seconds_left())
+        return parts(self._step, self._total, *self._newest, self._seconds_left())
 
     def _render(self) -> Any:
         from rich.text import Text
 
-        if self._shown is None:
+        if self._newest is None:
             return Text("")
         parts, (done, total) = self._parts(), (self._step, self._total)
         if self._evaluation is not None:

@@ -259,7 +259,7 @@ def feed_change(test, rng, step):
 def feed_spikes(spikes, rng, step):
     if rng.random() < 0.1:
         spikes.count_skipped()
-    return spikes.add(numbers(rng)), spikes.limit, spikes.mean, spikes.score
+    return spikes.add(numbers(rng)), spikes.limit, spikes.window.normal(), spikes.score
 
 
 def feed_rolling(recent, rng, step):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain.model_tensors import tensors_of
 from stabletrain.monitors.update_length import SAMPLED, Lengths, NoLengths
 
 
@@ -35,8 +36,31 @@ def test_a_large_model_is_sampled_and_its_lengths_are_about_right():
     with torch.no_grad():
         model.weight += 1e-3 * torch.randn_like(model.weight)
     found = lengths.after(before, same)
-    assert found["update"].item() == pytest.approx((model.weight - was).norm().item(), rel=0.05)
-    assert found["weights"].item() == pytest.approx(model.weight.norm().item(), rel=0.05)
+    update, weights = (lengths.factor * found[name].item() for name in ("update", "weights"))
+    assert update == pytest.approx((model.weight - was).norm().item(), rel=0.05)
+    assert weights == pytest.approx(model.weight.norm().item(), rel=0.05)
+
+
+def test_each_update_is_measured_from_the_weights_before_it_whatever_has_written_them():
+    """The sample of the step before is used again only if nothing has written to a weight since, as a rollback does."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).bfloat16())
+    lengths, drawn, kept = Lengths(), torch.Generator().manual_seed(0), tensors_of(model)
+    for step in range(12):
+        with torch.no_grad():
+            if step % 3 == 0:
+                model[step % 2].weight.copy_(torch.randn(model[step % 2].weight.shape, generator=drawn))
+            if step == 7:
+                model[0].weight = nn.Parameter(torch.full((4, 3), 2.0))
+            if step == 10:
+                model[1].bias.requires_grad_(False)
+            kept.find()  # as each step does
+            before, was = lengths.before(model), Lengths().before(model)
+            assert torch.equal(before, was)
+            for parameter in model.parameters():
+                parameter += torch.randn(parameter.shape, generator=drawn)
+            found = lengths.after(before, same)
+            assert found["update"] == (Lengths().before(model) - was).norm()
+            assert kept.trained is lengths._trained
 
 
 def test_the_squares_of_shards_are_added_up():

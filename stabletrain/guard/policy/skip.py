@@ -127,25 +127,27 @@ class SkipGuard(KeepingGuard):
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
         (loss_limit, norm_limit), limits = self.bounds, self.limits
-        measured = (
-            (terms.total, loss_limit),
-            (terms.total.abs(), limits.loss.size if self.lone_loss_is_spike else LARGEST),
-            (norms.total, norm_limit),
+        values = [terms.total, terms.total.abs(), norms.total]
+        bounds = [loss_limit, limits.loss.size if self.lone_loss_is_spike else LARGEST, norm_limit]
+        within = True
+        for value, bound in (
             (checks.inputs, limits.inputs.value),
             (checks.buffers, LARGEST),
             (checks.bad_data, 0.0),
             (checks.state_changed, 0.0),
             (checks.recheck, self.recheck.limit("gradient")),
-        )
-        values, bounds = zip(*(each for each in measured if isinstance(each[0], Tensor)), strict=True)
+        ):
+            if isinstance(value, Tensor):
+                values.append(value)
+                bounds.append(bound)
+            else:  # the host knows it, so it costs no kernel
+                within = within and value <= bound
         # One kernel for all differences. The sign of a difference is exact, and NaN <= 0 is False: NaN closes the gate.
-        excess, *others = torch._foreach_sub(values, bounds)
+        excess = [*torch._foreach_sub(values, bounds)]
         if not self.lone_loss_is_spike:  # the gate closes only if both differences are above 0
-            excess = torch.minimum(excess, norms.total - NORM_SHARE * norm_limit)
-        gate = (torch.stack([excess, *others]) <= 0).all()
-        # What the host knows needs no kernel, unless it closes the gate.
-        known = all(value <= bound for value, bound in measured if not isinstance(value, Tensor))
-        return gate if known else torch.zeros_like(gate)
+            excess[0] = torch.minimum(excess[0], norms.total - NORM_SHARE * norm_limit)
+        gate = (torch.stack(excess) <= 0).all()
+        return gate if within else torch.zeros_like(gate)
 
     def judge(self, reading: Reading) -> Verdict:
         """Returns the verdict on a step and updates counts and limits."""

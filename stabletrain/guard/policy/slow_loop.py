@@ -85,9 +85,10 @@ class LoopSlowSpikes(SlowSpikes):
         self._changes_weights = True
         if self._measured <= FIRST:
             return []
+        were, are, update = (self.lengths.factor * length for length in (before, reading.weights, reading.update))
         text = (
-            f"slow spike: the length of the weights went from {before:.4g} to {reading.weights:.4g} about step "
-            f"{reading.step - 1}, and the optimizer's update was only {reading.update:.2g} long: something else "
+            f"slow spike: the length of the weights went from {were:.4g} to {are:.4g} about step "
+            f"{reading.step - 1}, and the optimizer's update was only {update:.2g} long: something else "
             "changed them. fix: if the loop does that itself, call guard.state_replaced() after it; else look for what "
             f"writes weights, or {self.way_back}"
         )

@@ -128,9 +128,10 @@ class ChunkedLoss(Objective):
         """Returns a forward pass that leaves out the head if the micro-batch is larger than a chunk."""
 
         def headless(inputs: Tensor) -> Tensor | ChunkedLogits:
+            if inputs.numel() <= self.tokens:
+                return forward(inputs)
             # A hook on the head's weights expects their full gradient, so do not use chunks then.
-            hooked = any(weight._backward_hooks for weight in model.classifier().parameters())  # ty: ignore[not-callable]
-            if inputs.numel() <= self.tokens or hooked:
+            if any(weight._backward_hooks for weight in model.classifier().parameters()):  # ty: ignore[not-callable]
                 return forward(inputs)
             features = forward(inputs, head=False)
             return ChunkedLogits(features, model, tools, torch.Size((*features.shape[:-1], self.vocabulary)))
