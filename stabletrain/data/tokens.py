@@ -1,6 +1,7 @@
 """Token shards: memory-mapped files that `stabletrain prepare` writes. See `files.py` for the format."""
 
 import hashlib
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,12 @@ from stabletrain.data.tokenizers import NO_TOKENIZER, LazyTokenizer, check_name
 from stabletrain.data.windows import LengthWarmup, Windows
 from stabletrain.errors import ConfigError
 
+OPEN = 256
+"""Maximum number of open shards of a split: each takes a file descriptor, of which a process often has 1,024."""
+
 
 class Shards:
-    """A `Stream` over the shards of one split.
+    """A `Stream` over the shards of one split. Those beyond `OPEN` are opened when they are read.
 
     Args:
         shards: file name and number of tokens of each shard, in order.
@@ -23,9 +27,9 @@ class Shards:
     """
 
     def __init__(self, folder: Path, shards: list[tuple[str, int]], dtype: np.dtype) -> None:
-        self._files = [folder / name for name, _ in shards]
         self._itemsize = dtype.itemsize
-        for file, (_, tokens) in zip(self._files, shards, strict=True):
+        for name, tokens in shards:
+            file = folder / name
             size = file.stat().st_size if file.is_file() else -1
             if size != tokens * dtype.itemsize:
                 found = "is missing" if size < 0 else f"has {size:,} bytes"
@@ -33,9 +37,12 @@ class Shards:
                 raise ConfigError(
                     f"data.path: shard {file} {found}, but the manifest says {wanted:,}: prepare the data again"
                 )
-        self._maps = [np.memmap(file, dtype, "r") for file, (_, n) in zip(self._files, shards, strict=True) if n]
-        self._files = [file for file, (_, n) in zip(self._files, shards, strict=True) if n]
-        self._starts = np.cumsum([0, *(len(each) for each in self._maps)])
+        self._files = [folder / name for name, tokens in shards if tokens]
+        sizes = [tokens for _, tokens in shards if tokens]
+        self._starts = np.cumsum([0, *sizes])
+        self._map = lru_cache(OPEN)(lambda shard: np.memmap(self._files[shard], dtype, "r", shape=(sizes[shard],)))
+        for shard in range(min(len(sizes), OPEN)):  # so that these stay what they are, even if the files are deleted
+            self._map(shard)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -44,11 +51,11 @@ class Shards:
         """Returns tokens `start ... stop - 1`; the range may cross shards."""
         pieces = []
         first = int(np.searchsorted(self._starts, start, "right")) - 1
-        for shard in range(first, len(self._maps)):
+        for shard in range(first, len(self._files)):
             begin = int(self._starts[shard])
             if begin >= stop:
                 break
-            pieces.append(self._maps[shard][max(start - begin, 0) : stop - begin])
+            pieces.append(self._map(shard)[max(start - begin, 0) : stop - begin])
         return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
     def locate(self, position: int) -> str:

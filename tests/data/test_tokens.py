@@ -1,11 +1,13 @@
 """Token shards are read as they were written; invalid folders are refused."""
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from stabletrain.data.prepare import prepare
 from stabletrain.data.tokens import Tokens
@@ -52,6 +54,21 @@ def test_a_billion_tokens_open_at_once_and_are_never_read_whole(tmp_path):
     assert batch.inputs.shape == (8, 1024)
     assert peak < 2_000_000
     assert "1,001,000,000 tokens" in data.summary
+
+
+def test_many_shards_need_few_file_descriptors(tmp_path, monkeypatch, text):
+    # Each open shard has a file descriptor, and a process often may have 1,024 of them.
+    monkeypatch.setattr("stabletrain.data.tokens.OPEN", 5)
+    read = []
+    for name, size in (("one", 10**9), ("many", 20)):
+        meta = prepare(str(text), str(tmp_path / name), val_fraction=0.2, shard_tokens=size)
+        before = len(os.listdir("/proc/self/fd"))
+        data = Tokens(str(tmp_path / name), block_size=50, seed=0)
+        read.append([data.batch(step, 4, split) for split in ("train", "val") for step in range(4)])
+        assert len(os.listdir("/proc/self/fd")) - before <= 2 * 5
+    assert len(meta["splits"]["train"]) > 20
+    for one, many in zip(*read, strict=True):
+        assert torch.equal(one.inputs, many.inputs) and torch.equal(one.targets, many.targets)
 
 
 @pytest.mark.parametrize(
