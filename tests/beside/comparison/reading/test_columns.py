@@ -110,6 +110,22 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes():
     assert thin(short) is short
 
 
+@pytest.mark.parametrize("length", [501, 1_000, 1_003])
+def test_every_stretch_of_a_thinned_curve_keeps_its_extremes_and_one_point_that_is_not_finite(length):
+    draw = np.random.default_rng(length)
+    values = draw.integers(0, 5, length).astype(float)
+    values[draw.random(length) < 0.3] = np.nan
+    values[draw.random(length) < 0.1] = -np.inf
+    values[200:210] = np.inf
+    expected = {0, length - 1}
+    for stretch in np.array_split(np.arange(length), (100 - 2) // 3):
+        finite = [i for i in stretch if np.isfinite(values[i])]
+        expected |= {next((i for i in stretch if i not in finite), stretch[0])} if len(finite) < len(stretch) else set()
+        expected |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else set()
+    kept, _ = thin((np.arange(length), values), 100)
+    assert {*kept.tolist()} == expected
+
+
 def test_too_few_points_for_a_thinned_curve_are_rejected():
     curve = (np.arange(99), np.zeros(99))
     assert len(thin(curve, 8)[0]) <= 8
