@@ -68,7 +68,8 @@ def test_many_shards_need_few_file_descriptors(tmp_path, monkeypatch, text):
         assert len(os.listdir("/proc/self/fd")) - before <= 2 * 5
     assert len(meta["splits"]["train"]) > 20
     for one, many in zip(*read, strict=True):
-        assert torch.equal(one.inputs, many.inputs) and torch.equal(one.targets, many.targets)
+        assert torch.equal(one.inputs, many.inputs)
+        assert torch.equal(one.targets, many.targets)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def settings_of(runs: pd.DataFrame, by: Sequence[str] = ()) -> list[Setting]:
     else_ = [key for key in telling if key not in keys]
     found: dict[str, dict[float | None, list[tuple[tuple, Any]]]] = {}
     values_of: dict[str, dict[str, Any]] = {}
-    for _, run in runs.iterrows():
+    for run in runs.to_dict("records"):  # rows as dicts: several times faster than as Series
         values = {key: value_in(run, key) for key in keys}
         name = " ".join(f"{key}={setting_text(value)}" for key, value in values.items()) or "all"
         rate = value_in(run, RATE) if RATE in varied and RATE not in keys else None
