@@ -24,7 +24,6 @@ from typing import Any
 from torch import Tensor
 
 from stabletrain.checkpoint import writer
-from stabletrain.checkpoint.dcp import Copies
 from stabletrain.checkpoint.reader import PARTED, SKELETON, parts_of
 from stabletrain.checkpoint.tree import ShardWriters, Tree, flatten
 from stabletrain.checkpoint.writer import WriteFile, unsound_among
@@ -72,6 +71,8 @@ class RankShard:
     def __init__(
         self, temporary: Path, writers: ShardWriters, tree: Tree, ending: threading.Event, write_file: WriteFile
     ) -> None:
+        from stabletrain.checkpoint.dcp import Copies  # slow to import, and a single process does without
+
         self.writers = writers
         self.temporary, self._ending, self._write_file = temporary, ending, write_file
         trees = {"model": tree["model"], "training": {key: child for key, child in tree.items() if key != "model"}}

@@ -45,6 +45,7 @@ from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.config.resuming import check_resume, settings
 from stabletrain.errors import Interrupted, NotSaved, StabletrainError, TrainingHalted
 from stabletrain.extension import NoPage, NoSweep, extension
+from stabletrain.importing import uncollected
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.failure_report import as_rank_lost, publish_end, publish_location
 from stabletrain.parallel.ranks import (
@@ -239,8 +240,10 @@ def build_and_train(
     Raises:
         NotSaved: it has finished, and its last state could not be written.
     """
-    from stabletrain.trainer.build import build  # imports torch, which the checks do without
-    from stabletrain.trainer.loop import train
+    # They import torch, which the checks do without. Only with the first import is there nothing else in memory.
+    with uncollected(for_good="torch" not in sys.modules):
+        from stabletrain.trainer.build import build
+        from stabletrain.trainer.loop import train
 
     def once(cfg: DictConfig, ready: "Callable[[TrainingRun], None]") -> float | None:
         """Trains the run with these settings, after `ready` has taken it; a healing calls this again with others."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
+from stabletrain.importing import uncollected
 from stabletrain.printable import say
 from stabletrain.tracking.metrics import plain, read_jsonl
 from stabletrain.tracking.wandb_setup import cache_folder, card_of, has_key, name_of, sweep_of, tags_of
@@ -203,8 +204,9 @@ class Wandb(NoWandb):
     def _begin(
         self, mode: str, folder: Path, run_id: str | None, config: Mapping[str, Any], placement: Mapping[str, Any]
     ) -> Any:
-        import wandb
-        from wandb.sdk.wandb_run import Run
+        with uncollected(for_good=False):
+            import wandb
+            from wandb.sdk.wandb_run import Run
 
         # Disable the search for inputs of W&B Launch, which loads many modules: starting a run took 1.1 to 1.8 s with
         # it, and 0.5 s without it (W&B 0.31).

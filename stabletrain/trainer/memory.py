@@ -23,13 +23,14 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.machine.hardware import device_memory
 from stabletrain.machine.memory import host_memory
-from stabletrain.models.gpt import GPT
-from stabletrain.models.nf_resnet import NFResNet
-from stabletrain.models.resnet import CifarResNet
 from stabletrain.records import reads_rows
 from stabletrain.trainer.options import Options
 
-DEPTH = {GPT: ("n_layer", 1, 1), CifarResNet: ("depth", 6, 8), NFResNet: ("depth", 6, 8)}
+DEPTH = {
+    "stabletrain.models.gpt.GPT": ("n_layer", 1, 1),
+    "stabletrain.models.resnet.CifarResNet": ("depth", 6, 8),
+    "stabletrain.models.nf_resnet.NFResNet": ("depth", 6, 8),
+}
 """The key of the number of layers, by class; by how much it grows, and the least. The weights grow evenly with it."""
 
 DEEP = 64
@@ -141,14 +142,19 @@ def batch_bytes(batch_size: int, process: Any, data: Any) -> float:
 
 def depth_key(model: Choice[Any]) -> str:
     """Returns the key of the model's number of layers; empty for a model that is not of this package."""
-    return DEPTH.get(model.code, ("",))[0]
+    return DEPTH.get(path_of(model.code), ("",))[0]
+
+
+def path_of(code: Any) -> str:
+    """Returns the import path of a class. With it, no class has to be imported to be recognized."""
+    return ".".join(getattr(code, name, "") for name in ("__module__", "__qualname__"))
 
 
 def weights_of(model: Choice[Any], sizes: Mapping[str, Any]) -> Weights | None:
     """Returns the sizes of the model's parameters; None if it cannot be built on the meta device."""
     if not (name := depth_key(model)):
         return on_meta(model, sizes)
-    _, grows, least = DEPTH[model.code]
+    _, grows, least = DEPTH[path_of(model.code)]
     depth = model.node[name]
     if depth < least or depth % grows != least % grows or depth <= DEEP * grows:
         return on_meta(model, sizes)

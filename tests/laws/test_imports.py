@@ -11,7 +11,8 @@ import stabletrain
 PACKAGE = Path(stabletrain.__file__).parent
 ROOT = PACKAGE.parent
 
-NOUNS = {"records", "errors", "buffers", "printable", "program", "several_optimizers", "stored"} | {"model_tensors"}
+NOUNS = {"records", "errors", "buffers", "importing", "model_tensors", "printable", "program", "several_optimizers"}
+NOUNS |= {"stored"}
 
 BESIDE = "beside"
 """The folder that the rest of the package never imports; `adapters` holds public names of it."""
@@ -19,6 +20,7 @@ BESIDE = "beside"
 MAY_SEE = {
     "records": set(),
     "errors": set(),
+    "importing": set(),
     "in_flight": {"records"},
     "printable": set(),
     "several_optimizers": set(),
