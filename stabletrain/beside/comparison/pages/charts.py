@@ -16,7 +16,7 @@ import numpy as np
 from stabletrain.beside.comparison.groups import mean_of
 from stabletrain.beside.comparison.pictures import FAR
 from stabletrain.beside.comparison.reading.columns import Curve, not_finite, thin
-from stabletrain.beside.comparison.reading.run import Run
+from stabletrain.beside.comparison.reading.run import Run, split_losses
 from stabletrain.stored.json_files import read_words
 
 PANELS: list[dict[str, Any]] = [
@@ -88,6 +88,9 @@ NAMES = [name for panel in PANELS for name in panel["names"]]
 MOST_SKIPS = 200
 """Maximum number of crosses per run; more would hide its line."""
 
+WHOLE_STRETCHES = 4
+"""Number of rolled-back stretches that are drawn with as many points as a curve; more of them share these points."""
+
 MOST_FORECASTS = 20
 """Maximum number of forecasts per run that are drawn: the first ones."""
 
@@ -114,6 +117,7 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
         if name in curves and len({*curves[name]["y"]}) == 1:
             del curves[name]
     stretches = run.abandoned(LOSS)
+    share = min(points, WHOLE_STRETCHES * points // max(len(stretches), 1))  # else the page would grow with them
     skips: list[list[float | None]] = []
     halt = {"step": run.steps, "reason": run.problem or "by the guard"} if run.status == "halted" else None
     if run.skips or run.lowest("guard/applied") == 0:  # fp16's routine overflows are no skips
@@ -124,7 +128,7 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
         curves.setdefault(LOSS, as_lists(run.curve(LOSS), points))
     return {
         "curves": curves,
-        "abandoned": [[listed["x"], listed["y"]] for listed in (as_lists(each, points) for each in stretches)],
+        "abandoned": [[listed["x"], listed["y"]] for listed in (as_lists(each, share) for each in stretches)],
         "skips": skips,
         "rollbacks": rollback_marks(run, stretches),
         "healings": [
@@ -141,7 +145,8 @@ def mean_data(runs: Sequence[Run], points: int) -> dict[str, Any]:
 
     Only metrics that all of the runs have logged have a curve. That of the loss is over the steps that all applied.
     """
-    known = [run.curves(NAMES) | {LOSS: run.applied_and_skipped_losses()[0]} for run in runs]
+    known = [run.curves([*NAMES, "guard/applied"]) for run in runs]  # reads each file once
+    known = [curves | {LOSS: split_losses(curves)[0]} for curves in known]
     found = {}
     for name in NAMES:
         if not all(name in curves for curves in known):

@@ -302,12 +302,7 @@ class Run(Events):
 
     def applied_and_skipped_losses(self) -> tuple[Curve, Curve]:
         """Returns two curves of all logged training losses: one of the applied steps, and one of the skipped steps."""
-        found = self.curves(("train/loss", "guard/applied"))
-        (steps, losses), (gates, applied) = (
-            found.get(name, joined([], name)) for name in ("train/loss", "guard/applied")
-        )
-        skipped = np.isin(steps, gates[applied == 0])
-        return (steps[~skipped], losses[~skipped]), (steps[skipped], losses[skipped])
+        return split_losses(self.curves(("train/loss", "guard/applied")))
 
     def _below(self, name: str) -> list[Range]:
         return [each for key, each in self.ranges.items() if key == name or key.startswith(f"{name}/")]
@@ -331,3 +326,10 @@ class Run(Events):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_curves"}
+
+
+def split_losses(curves: Mapping[str, Curve]) -> tuple[Curve, Curve]:
+    """Splits the curve `train/loss` by the curve `guard/applied`: the applied steps, and the skipped steps."""
+    (steps, losses), (gates, applied) = (curves.get(name, joined([], name)) for name in ("train/loss", "guard/applied"))
+    skipped = np.isin(steps, gates[applied == 0])
+    return (steps[~skipped], losses[~skipped]), (steps[skipped], losses[skipped])

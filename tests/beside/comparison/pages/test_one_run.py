@@ -14,6 +14,7 @@ from stabletrain.beside.comparison.pages.one_run import (
 )
 from stabletrain.beside.comparison.pages.rendering import escaped
 from stabletrain.beside.comparison.reading.run import Range, Run
+from stabletrain.beside.comparison.reading.runs import read_run
 from tests.beside.comparison.made_pages import SAMPLE, made, text_of
 from tests.beside.comparison.written import write
 
@@ -36,6 +37,21 @@ def test_the_page_of_a_run_shows_its_incident_sample_and_settings(tmp_path):
     assert "bad_batch it is this batch clipping=zclip" in shown
     assert "optimizer.lr 0.02" in shown
     assert "torch 2.15.0" in shown
+
+
+def test_the_page_of_a_run_does_not_grow_with_its_steps_skips_and_rollbacks(tmp_path):
+    sizes = []
+    for rollbacks in (20, 200):
+        steps = 200 * rollbacks  # the second half of each 200 is rolled back
+        lines = [
+            {"step": step, "train/loss": 1 + step % 7 / 10, "guard/rollbacks": step // 200} for step in range(steps)
+        ]
+        lines = [line | ({"rolled_back": True} if line["step"] % 200 >= 100 else {}) for line in lines]
+        events = [{"event": "skip", "step": step, "loss": 3.0} for step in range(0, steps, 10)]
+        events += [{"event": "rollback", "step": step} for step in range(199, steps, 200)]
+        page = run_page(read_run(write(tmp_path / str(rollbacks), lines=lines, events=events)))
+        sizes.append(len(page) - len(run_page(run(tmp_path))))
+    assert sizes[1] < 2 * sizes[0] < 200_000
 
 
 def test_the_page_of_a_run_lists_its_forecasts(tmp_path):
