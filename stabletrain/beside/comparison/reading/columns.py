@@ -205,7 +205,7 @@ def thin(curve: Curve, points: int = POINTS) -> Curve:
     steps, values = curve
     if len(steps) <= points:
         return curve
-    kept = [np.array([0, len(steps) - 1])]
+    kept: list[np.ndarray] = [np.array([0, len(steps) - 1])]
     # Two lengths of stretches, the longer ones first: as matrices, in place of a loop over the stretches.
     length, longer = divmod(len(steps), (points - 2) // 3)
     cut = longer * (length + 1)
@@ -218,5 +218,5 @@ def thin(curve: Curve, points: int = POINTS) -> Curve:
             (starts + np.argmin(np.where(finite, stretches, np.inf), 1))[sound],
             (starts + np.argmax(np.where(finite, stretches, -np.inf), 1))[sound],
         ]
-    chosen = np.unique(np.concatenate(kept))
+    chosen = np.unique(np.concatenate(kept).astype(np.int64))
     return steps[chosen], values[chosen]
