@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from stabletrain import models
+from stabletrain.data.imagefolder import ImageFolder
+from stabletrain.data.text import Text
+from stabletrain.data.tokens import Tokens
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.machine.signals import StopRequest
 from stabletrain.tracking.metrics import read_jsonl
@@ -372,3 +375,22 @@ def test_ten_thousand_runs_are_read_as_they_are_in_little_memory(benchmark, tmp_
     assert found["losses"] == [1, 1, made_runs.DISTINCT], "of each file of metrics one loss, of all as many"
     assert found["own_mb"] < 600
     assert found["helper_mb"] < 300
+
+
+def test_a_scale_is_the_slope_of_its_three_largest_sizes():
+    rows = [(1, 50, 0, 3), (10, 7, 0, 3), (100, 70, 0, 30), (1_000, 700, 0, 300)]
+    linear, nothing, also = benchmark("scale").exponents(rows)
+    assert [linear, also] == pytest.approx([1, 1])
+    assert nothing is None
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "images"])
+def test_the_data_of_a_start_hold_as_many_files_as_asked(kind, tmp_path):
+    benchmark("scale").DATA[kind](tmp_path, 60)
+    opened = {
+        "text": lambda: Text(f"{tmp_path}/*.txt", 64),
+        "tokens": lambda: Tokens(str(tmp_path), 64, 0),
+        "images": lambda: ImageFolder(str(tmp_path), 32, "none", 0.1, 0.0, [0.5] * 3, [0.5] * 3, 0),
+    }
+    assert opened[kind]().batch(0, 4, "train").inputs.shape[0] == 4
+    assert len([file for file in tmp_path.rglob("[0-9]*.*") if file.is_file()]) == 60
