@@ -160,12 +160,15 @@ def shards(folder: Path, files: int) -> tuple[str, ...]:
 
 
 def images(folder: Path, files: int) -> tuple[str, ...]:
-    """Writes JPEG images of 32 x 32 in ten classes, as links to one; returns the overrides that train on them."""
-    Image.new("RGB", (32, 32)).save(folder / ".one.jpg")
+    """Writes JPEG images of 32 x 32 in ten classes, links to one each; returns the overrides that train on them.
+
+    File systems allow some ten thousand links to a file.
+    """
     for label in range(10):
         (folder / str(label)).mkdir()
+        Image.new("RGB", (32, 32)).save(folder / f".{label}.jpg")
     for number in range(max(files, 40)):
-        os.link(folder / ".one.jpg", folder / str(number % 10) / f"{number:06d}.jpg")
+        os.link(folder / f".{number % 10}.jpg", folder / str(number % 10) / f"{number:06d}.jpg")
     model = ("model=resnet20", "optimizer=sgd", "model.depth=8", "data.image_size=32", "eval_every=1000")
     return ("data=imagefolder", f"data.path={folder}", *model)
 

@@ -377,7 +377,7 @@ def test_ten_thousand_runs_are_read_as_they_are_in_little_memory(benchmark, tmp_
     assert found["helper_mb"] < 300
 
 
-def test_a_scale_is_the_slope_of_its_three_largest_sizes():
+def test_a_scale_is_the_slope_of_its_three_largest_sizes(benchmark):
     rows = [(1, 50, 0, 3), (10, 7, 0, 3), (100, 70, 0, 30), (1_000, 700, 0, 300)]
     linear, nothing, also = benchmark("scale").exponents(rows)
     assert [linear, also] == pytest.approx([1, 1])
@@ -385,7 +385,7 @@ def test_a_scale_is_the_slope_of_its_three_largest_sizes():
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "images"])
-def test_the_data_of_a_start_hold_as_many_files_as_asked(kind, tmp_path):
+def test_the_data_of_a_start_hold_as_many_files_as_asked(benchmark, kind, tmp_path):
     benchmark("scale").DATA[kind](tmp_path, 60)
     opened = {
         "text": lambda: Text(f"{tmp_path}/*.txt", 64),
