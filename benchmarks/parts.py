@@ -11,11 +11,13 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from jobs import Rounds
+from measuring import time_updates
 
 from stabletrain.records import Batch
 from stabletrain.trainer.reports import NOTHING
@@ -33,8 +35,7 @@ class Parted(Rounds):
         model, optimizer = job.state.model, job.state.optimizer
         forward = model._compiled_call_impl or model._call_impl  # what a call runs; `compile()` also sets it
         model._compiled_call_impl = self._begins("forward", forward)  # ty: ignore[invalid-assignment]
-        optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer"))
-        optimizer.register_step_post_hook(lambda *_: self.mark("guard"))
+        time_updates(optimizer, partial(self.mark, "optimizer"), partial(self.mark, "guard"))
 
     def mark(self, part: str) -> None:
         """Ends the current part and begins `part`."""

@@ -17,6 +17,7 @@ from stabletrain.data.text import Text
 from stabletrain.data.tokens import Tokens
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
 from stabletrain.machine.signals import StopRequest
+from stabletrain.stability.optimizers.closed import why_unproven
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.loop import training_loop
 from tests import forkserver
@@ -240,6 +241,14 @@ def test_what_takes_long_shows_in_its_part(benchmark, tiny, part, monkeypatch):
     shares = run.shares(3)
     assert sum(shares.values()) == pytest.approx(1)
     assert shares[part] > 0.8, shares
+
+
+def test_timing_an_update_does_not_make_the_guard_check_it(benchmark, tiny):
+    optimizer, called = tiny("monitors=none").state.optimizer, []
+    benchmark("measuring").time_updates(optimizer, lambda: called.append("before"), lambda: called.append("after"))
+    assert why_unproven(optimizer) == ""
+    optimizer.step()
+    assert called == ["before", "after"]
 
 
 def test_the_recipe_trains(benchmark):
