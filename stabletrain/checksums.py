@@ -21,8 +21,8 @@ WIDTH = 512
 ROW_BYTES = 8 * WIDTH
 """Bytes in a row."""
 
-LARGE_BYTES = 2**20
-"""A tensor of at least so many bytes is summed where it lies."""
+LARGE_BYTES = {"cpu": 2**16, "cuda": 2**20}
+"""A tensor of at least so many bytes is summed where it lies. On a CPU a call costs little, and a copy is slow."""
 
 
 class Span(NamedTuple):
@@ -57,7 +57,8 @@ class Checksums:
         for name, tensor in tensors.items():
             data = memory(tensor)
             cut = 0
-            if data is not None and len(data) >= LARGE_BYTES and data.storage_offset() % 8 == 0:
+            large = LARGE_BYTES.get(tensor.device.type, LARGE_BYTES["cuda"])
+            if data is not None and len(data) >= large and data.storage_offset() % 8 == 0:
                 cut = len(data) // ROW_BYTES * ROW_BYTES
                 self._large.append(data[:cut].view(torch.int64).view(-1, WIDTH))
                 self._spans.append([Span(name, 0, 0, cut)])
