@@ -37,19 +37,23 @@ class Rotary(nn.Module):
         # The tables and the rotation are fp32: in bf16, positions above 256 would collide.
         frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency)
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        # Value i turns with value i + d/2: (a, b) -> (a cos - b sin, b cos + a sin).
+        cos, sin = angle.cos().float(), angle.sin().float()
+        self.register_buffer("cos", torch.cat([cos, cos], dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat([-sin, sin], dim=-1), persistent=False)
 
     def forward(self, x: Float[Tensor, "batch time width"], start: int) -> Float[Tensor, "batch time width"]:
         """Returns the embeddings unchanged; `rotate` applies the positions."""
         return x
 
-    def rotate(self, x: Float[Tensor, "batch head time dim"], start: int) -> Float[Tensor, "batch head time dim"]:
+    def rotate(self, x: Float[Tensor, "batch time head dim"], start: int) -> Float[Tensor, "batch time head dim"]:
         """Returns queries or keys rotated by their positions, which begin at `start`; keeps their dtype."""
-        here = slice(start, start + x.shape[2])
-        cos, sin = self.get_buffer("cos")[here], self.get_buffer("sin")[here]
-        a, b = x.chunk(2, dim=-1)  # multiplying by the fp32 tables promotes them to fp32
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+        here = slice(start, start + x.shape[1])
+        cos, sin = (self.get_buffer(name)[here].unsqueeze(1) for name in ("cos", "sin"))  # the same for every head
+        wide = x if x.dtype == torch.float64 else x.float()
+        partner = wide.roll(x.shape[-1] // 2, dims=-1)
+        # In place, because passes over new memory are most of the time on a CPU.
+        return (wide * cos).add_(partner.mul_(sin)).to(x.dtype)
 
 
 class LearnedPosition(nn.Module):
@@ -64,7 +68,7 @@ class LearnedPosition(nn.Module):
         """Adds the vectors of the positions, which begin at `start`."""
         return x + self.embedding(torch.arange(start, start + x.shape[1], device=x.device))
 
-    def rotate(self, x: Float[Tensor, "batch head time dim"], start: int) -> Float[Tensor, "batch head time dim"]:
+    def rotate(self, x: Float[Tensor, "batch time head dim"], start: int) -> Float[Tensor, "batch time head dim"]:
         """Returns queries or keys unchanged."""
         return x
 
@@ -202,12 +206,11 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch time width"]:
         """Attends to the tokens in `cache` and in `x`; appends those of `x` to `cache`."""
         start = 0 if cache is None else cache.length
-        q, k, v = [
-            projection(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
-        ]
+        q, k, v = [projection(x).unflatten(-1, (self.n_head, -1)) for projection in (self.query, self.key, self.value)]
+        # Rotated as the projections wrote them, `[batch, time, head, dim]`; attention takes `[batch, head, time, dim]`.
         q = position.rotate(self.query_norm(q), start)
         k = position.rotate(self.key_norm(k), start)
+        q, k, v = [each.transpose(1, 2) for each in (q, k, v)]
         self.meter(q, k)
         if cache is not None:
             k, v = cache.extend(k, v)

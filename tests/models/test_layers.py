@@ -32,11 +32,11 @@ def test_swiglu_is_its_formula() -> None:
 
 def test_rope_turns_each_pair_by_its_angle() -> None:
     rotary = Rotary(block_size=40, n_embd=0, head_dim=8)
-    x = torch.randn(2, 3, 10, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 10, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     angle = torch.outer(
         torch.arange(30, 40, dtype=torch.float64), 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     )
-    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     torch.testing.assert_close(
         rotary.rotate(x, start=30), torch.cat([turned.real, turned.imag], -1), rtol=1e-6, atol=1e-6
     )
@@ -53,7 +53,7 @@ def test_rope_depends_on_the_distance_alone() -> None:
 
 def test_rope_in_bf16_is_exact_up_to_one_rounding() -> None:
     rotary = Rotary(block_size=1024, n_embd=0, head_dim=16)
-    x = torch.randn(1, 1, 24, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(1, 24, 1, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     turned = rotary.rotate(x, start=1000)
     assert turned.dtype == torch.bfloat16
     torch.testing.assert_close(turned.double(), rotary.rotate(x.double(), start=1000), rtol=2**-8, atol=1e-6)
