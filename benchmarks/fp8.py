@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from jobs import Rounds, built
-from measuring import Clock, command_line, head, in_turns, machine, quartiles, ratios, row, save, silence
+from measuring import Budget, Clock, command_line, head, in_turns, machine, quartiles, ratios, row, save, silence
 
 from stabletrain.machine import hardware
 
@@ -79,8 +79,12 @@ def main() -> None:
     kernels = "fp8 kernels" if hardware.has_fp8(device) else f"fp8 emulated ({hardware.fp8_reason(device)})"
     print(f"{machine(device)}, {kernels}, {rounds} steps")
     print(head("width", "precision", "tok/s", "speed", "quartiles", "MFU", "loss"))
-    results = []
-    for width in map(int, (asked.widths or ("768,4096" if card else "64")).split(",")):
+    results, budget = [], Budget(asked.budget)
+    widths = [int(width) for width in (asked.widths or ("768,4096" if card else "64")).split(",")]
+    for number, width in enumerate(widths):
+        if not budget.begins(f"width {width}"):
+            continue
+        until = budget.share(len(widths) - number)
         with tempfile.TemporaryDirectory() as folder:
             with silence():
                 runs = {
@@ -88,7 +92,7 @@ def main() -> None:
                     for kind in KINDS
                 }
             kinds = {kind: partial(turn, Clock(device, asked.clock), run) for kind, run in runs.items()}
-            taken = in_turns(kinds, rounds)
+            taken = in_turns(kinds, rounds, until=until)
             units = runs["bf16"].job.data.load(0).targets.numel()
             for kind, run in runs.items():
                 speed = quartiles(ratios(taken["bf16"], taken[kind]))
@@ -105,7 +109,8 @@ def main() -> None:
             with silence():
                 for run in runs.values():
                     run.close()
-    save(asked.json, device, results, {})
+        save(asked.json, device, results)
+    save(asked.json, device, results, budget=budget)
 
 
 if __name__ == "__main__":

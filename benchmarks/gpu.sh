@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU, as far as it gets in ten minutes on one H100 or H200: the tests marked gpu (laws 3,
-# 4 and 5, no step waits, strict determinism, precisions, NCCL with one rank) and the benchmarks. Ends with three tables:
-# what each part shows and whether it ran; what each test shows, and its verdict; which targets are met, and by which
-# part.
+# Runs everything that needs a GPU in ten minutes on one H100 or H200: the benchmarks and the tests marked gpu (laws 3,
+# 4 and 5, no step waits, strict determinism, precisions, NCCL with one rank). Ends with three tables: what each part
+# shows and whether it ran; what each test shows, and its verdict; which targets are met, and by which part. On a GPU it
+# also writes the section "On a card" of docs/results.md.
 #
 #   benchmarks/gpu.sh [folder]                  writes to ./gpu-results, or to the given folder
 #   benchmarks/gpu.sh --only tests,fp8 [folder] only these parts
 #   benchmarks/gpu.sh --device cpu [folder]     the same parts with tiny models, only to check that the script runs
 #
-# A part that fails, exceeds its time limit or finds the ten minutes over does not stop the others, but makes the exit
-# code 1. A missed target is reported and is not a failure.
+# The parts are ordered by worth, and each has a budget in seconds: what a part does not use, the later ones have. At the
+# end of its budget a benchmark begins no further round or model, and pytest no further test. What they have measured by
+# then is written, and what is left out is named in the first table. All parts share the folder's cache of compiled code.
+#
+# A part that fails, leaves something out or is not reached does not stop the others, but makes the exit code 1. A
+# missed target is reported and is not a failure.
 set -euo pipefail
 
 device=cuda only=
@@ -43,6 +47,7 @@ results=$(cd "$results" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export TORCHINDUCTOR_CACHE_DIR=$results/compiled TRITON_CACHE_DIR=$results/compiled/triton # compile once for all parts
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # before CUDA starts: determinism=strict needs it
 
 if [[ $device == cuda ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -51,8 +56,9 @@ if [[ $device == cuda ]] && ! "$python" -c 'import sys, torch; sys.exit(not torc
 fi
 
 failed=0
-parts=()
 reports=()
+rows=$results/parts.md # a line for each part
+printf '| part | what it shows | | seconds |\n|---|---|---|---|\n' >"$rows"
 SECONDS=0 # bash counts from here, but takes its start from the environment
 total=600
 if [[ $device == cpu ]]; then
@@ -62,30 +68,43 @@ fi
 # wanted NAME: whether that part is to run.
 wanted() { [[ -z $only || ,$only, == *,$1,* ]]; }
 
+# budget LIMIT: prints the seconds that a part may take: LIMIT, or what is left of the whole.
+budget() {
+    local left=$((total - 20 - SECONDS)) # 10 s until timeout kills, 10 s for the tables
+    echo $(($1 < left ? $1 : left))
+}
+
 # part NAME LIMIT SHOWS COMMAND...: runs a command for at most LIMIT seconds, and copies its output to NAME.txt.
 part() {
-    local name=$1 limit=$2 shows=$3 begun=$SECONDS code=0 verdict=ran
-    local left=$((total - 20 - SECONDS)) # 10 s until timeout kills, 10 s for the tables
+    local name=$1 limit shows=$3 begun=$SECONDS code=0 verdict=ran left
+    limit=$(budget "$2")
     shift 3
     wanted "$name" || return 0
-    if ((left <= 0)); then
+    if ((limit <= 0)); then
         failed=1
-        parts+=("| $name | $shows | not run: the $total s are over | 0 |")
+        note "$name" "$shows" "not run: the $total s are over" 0
         return
     fi
-    limit=$((limit < left ? limit : left))
     printf '\n== %s (at most %s s): %s\n' "$name" "$limit" "$shows"
-    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$results/$name.txt" || code=$?
+    # After an interrupt, pytest writes the report of the tests that have ended.
+    timeout --signal="${signal:-TERM}" --kill-after=10 "$limit" "$@" 2>&1 | tee "$results/$name.txt" ||
+        code=$?
+    left=$(sed -n 's/^left out, no time: //p' "$results/$name.txt" | paste -sd ';')
     if ((code == 124 || code == 137)); then
-        verdict="did not end within $limit s"
+        verdict="stopped after $limit s"
     elif ((code != 0)); then
         verdict="FAILED, code $code"
+    elif [[ -n $left ]]; then
+        verdict="ran without ${left//;/; }"
     fi
-    if ((code != 0)); then
+    if [[ $verdict != ran ]]; then
         failed=1
     fi
-    parts+=("| $name | $shows | $verdict | $((SECONDS - begun)) |")
+    note "$name" "$shows" "$verdict" $((SECONDS - begun))
 }
+
+# note NAME SHOWS VERDICT SECONDS: adds a part to the first table.
+note() { printf '| %s | %s | %s | %s |\n' "$@" >>"$rows"; }
 
 # tests NAME LIMIT SHOWS OPTIONS...: runs pytest with a report, of which the last table has a row for each test.
 tests() {
@@ -94,16 +113,17 @@ tests() {
     wanted "$name" || return 0
     rm -f "$results/$name.xml"
     reports+=("$results/$name.xml")
-    part "$name" "$limit" "$shows" "$python" -m pytest --junitxml="$results/$name.xml" "$@"
+    signal=INT part "$name" "$limit" "$shows" "$python" -m pytest --junitxml="$results/$name.xml" "$@"
 }
 
 # bench NAME LIMIT SHOWS OPTIONS...: runs a benchmark with --json.
 bench() {
     local name=$1 limit=$2 shows=$3
     shift 3
+    wanted "$name" || return 0
     rm -f "$results/$name.json"
-    part "$name" "$limit" "$shows" \
-        "$python" "benchmarks/$name.py" --device "$device" --json "$results/$name.json" "$@"
+    part "$name" "$limit" "$shows" "$python" "benchmarks/$name.py" --device "$device" --json "$results/$name.json" \
+        --budget $(($(budget "$limit") - 10)) "$@"
 }
 
 gpu_tests="the tests marked gpu: the next table"
@@ -120,20 +140,21 @@ growth="time and memory over width, block and data"
 
 part card 60 "PyTorch's build can run on this card" "$python" benchmarks/card.py --device "$device"
 if [[ $device == cuda ]]; then
-    workers=$(($(nproc) < 8 ? $(nproc) : 8))
+    workers=$(($(nproc) < 14 ? $(nproc) : 14))
     compiled=tests/trainer/test_compile_warmup.py # takes minutes: last, with the time that is left
     mapfile -t files < <(grep -rlE '\bCARD\b|mark\.gpu' tests --include='test_*.py') # not all, which take 30 s to collect
-    tests tests 200 "$gpu_tests" --all -m gpu -n "$workers" --maxprocesses="$workers" --dist worksteal \
+    bench throughput 190 "$throughput" --sizes gpt2,resnet50,resnet18 --rounds 5
+    tests tests 170 "$gpu_tests" --all -m gpu -n "$workers" --maxprocesses="$workers" --dist worksteal \
         --ignore="$compiled" "${files[@]}"
-    bench start 45 "$start" --rounds 1
-    bench overhead 90 "$overhead" --precision bf16
-    bench throughput 120 "$throughput" --sizes gpt2,resnet18 --rounds 5
-    bench recovery 100 "$recovery" --size gpt2 --precision bf16 --rounds 2
-    bench memory 35 "$memory"
-    bench images_per_second 60 "$images" --workers "1,2,$workers" --rounds 3
-    bench fp8 90 "$fp8" --rounds 40
-    bench head 35 "$heads"
-    bench growth 50 "$growth" --only width,block,data --rounds 3
+    bench overhead 80 "$overhead" --precision bf16
+    bench fp8 70 "$fp8" --rounds 40
+    bench recovery 60 "$recovery" --size gpt2 --precision bf16 --rounds 2
+    bench operations 40 "$operations" --precision bf16
+    bench images_per_second 40 "$images" --workers "1,2,8" --rounds 3
+    bench head 30 "$heads"
+    bench memory 30 "$memory"
+    bench start 30 "$start" --rounds 1
+    bench growth 40 "$growth" --only width,block,data --rounds 3
     tests compiled 300 "compiled runs on the card: the next table" --all -m gpu -n 0 "$compiled"
 else # generous limits: a CPU may be busy with other work
     tests tests 300 "the same tests where they run on a CPU: the next table" --all -n 1 -k cpu \
@@ -151,8 +172,7 @@ else # generous limits: a CPU may be busy with other work
 fi
 
 {
-    printf '| part | what it shows | | seconds |\n|---|---|---|---|\n'
-    printf '%s\n' "${parts[@]}"
+    cat "$rows"
     printf '\n'
     "$python" benchmarks/shown.py "${reports[@]}" || failed=1
     printf '\n'
@@ -167,4 +187,7 @@ if [[ $device == cpu ]]; then
 fi
 printf '\n'
 cat "$results/table.md"
+if [[ $device == cuda ]]; then
+    "$python" docs/results.py --card "$results" || failed=1
+fi
 exit "$failed"

@@ -25,7 +25,20 @@ import long_data
 import numpy as np
 import torch
 from jobs import Rounds, built
-from measuring import Clock, command_line, head, in_turns, machine, modes, most_memory, quartiles, row, save, silence
+from measuring import (
+    Budget,
+    Clock,
+    command_line,
+    head,
+    in_turns,
+    machine,
+    modes,
+    most_memory,
+    quartiles,
+    row,
+    save,
+    silence,
+)
 from quantities import COLUMNS, reached, show
 from targets import judged
 
@@ -104,7 +117,7 @@ def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 
 def grown(
-    folder: Path, kind: str, axis: str, device: torch.device, precision: str, clock: Clock, rounds: int
+    folder: Path, kind: str, axis: str, device: torch.device, precision: str, clock: Clock, rounds: int, until: float
 ) -> dict[str, Any]:
     """Measures one quantity: seconds per step for each size and round, FLOPs per step, and memory."""
     sizes, runs, memory, flops = AXES[kind][axis], {}, [], []
@@ -122,7 +135,9 @@ def grown(
         runs[str(size)] = run
         one = run.job.data.load(0)
         flops.append(len(one) * (flops_per_sample(run.job.state.model, one.inputs[:1]) or 0.0))
-    taken = in_turns({name: partial(lambda run, _: clock.seconds(run), run) for name, run in runs.items()}, rounds, 1)
+    taken = in_turns(
+        {name: partial(lambda run, _: clock.seconds(run), run) for name, run in runs.items()}, rounds, 1, until
+    )
     for run in runs.values():
         run.close()
     each_round = [list(times) for times in zip(*taken.values(), strict=True)]
@@ -168,20 +183,24 @@ def main() -> None:
     clock, results, kind = Clock(device, asked.clock), [], "tiny" if asked.tiny else device.type
     print(f"{machine(device)}, {asked.clock} time, base {BASE[kind]}")
     print(head("varied", "size", "a step, ms", "quartiles", "GFLOP a step", "memory, MB"))
-    for mode in modes(asked.precision, device):
-        for axis in AXES[kind]:
-            if axis in asked.only.split(","):
-                with tempfile.TemporaryDirectory() as folder:
-                    found = grown(Path(folder), kind, axis, device, mode, clock, asked.rounds)
-                print("\n".join(lines(found)), flush=True)
-                results.append(found)
-    if "data" in asked.only.split(","):
+    budget, only = Budget(asked.budget), asked.only.split(",")
+    todo = [(mode, axis) for mode in modes(asked.precision, device) for axis in AXES[kind] if axis in only]
+    for number, (mode, axis) in enumerate(todo):
+        if not budget.begins(f"{axis}, {mode}"):
+            continue
+        until = budget.share(len(todo) - number)
+        with tempfile.TemporaryDirectory() as folder:
+            found = grown(Path(folder), kind, axis, device, mode, clock, asked.rounds, until)
+        print("\n".join(lines(found)), flush=True)
+        results.append(found)
+        save(asked.json, device, results)
+    if "data" in only and budget.begins("data"):
         print(f"\n{head(*COLUMNS)}")
         with tempfile.TemporaryDirectory() as folder:
             results += show(long_data.measured(Path(folder), max(asked.rounds, 5), clock, device))
     values = reached(results)
     print("\n" + judged(values, device, "growth/"))
-    save(asked.json, device, results, values)
+    save(asked.json, device, results, values, budget)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from measuring import Clock, command_line, head, in_turns, machine, modes, quartiles, ratios, row, save
+from measuring import Budget, Clock, command_line, head, in_turns, machine, modes, quartiles, ratios, row, save
 from torch import Tensor, nn
 
 from stabletrain.guard.policy import NoGuard
@@ -79,6 +79,7 @@ def main() -> None:
     print(f"{machine(device)}, chunks of {tokens} tokens")
     print(head("precision", "head and loss", "ms", "over unpadded", "quartiles"))
     clock, results = Clock(device, asked.clock), []
+    until = Budget(asked.budget).share(1)
     for mode in modes(asked.precision, device):
         torch.manual_seed(0)
         with device:
@@ -88,7 +89,7 @@ def main() -> None:
         loss = ChunkedLoss(CrossEntropy(ZLoss(1e-4)), tokens, vocab)
         runs = kinds(model, tools, loss, features, targets)
         turns = {name: (lambda _, run=run: clock.seconds(run)) for name, run in runs.items()}
-        taken = in_turns(turns, asked.rounds)
+        taken = in_turns(turns, asked.rounds, until=until)
         for name, seconds in taken.items():
             middle, low, high = quartiles(ratios(seconds, taken["unpadded"]))
             milliseconds = 1e3 * quartiles(seconds)[0]

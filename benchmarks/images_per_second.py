@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from made_data import MEAN, STD
-from measuring import command_line, head, in_turns, machine, ratios, save
+from measuring import Budget, command_line, head, in_turns, machine, ratios, save
 from PIL import Image
 from quantities import COLUMNS, quantity, reached, show
 from targets import judged
@@ -195,7 +195,7 @@ def main() -> None:
                 key: lambda number, loader=loader: loader.rate(asked.count, asked.batch, device)
                 for key, loader in made.items()
             }
-            rates = in_turns(kinds, asked.rounds, warm_up=1)
+            rates = in_turns(kinds, asked.rounds, 1, Budget(asked.budget).share(1))
         finally:
             for close in closing:
                 close()

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import platform
 import random
 import statistics
@@ -34,8 +35,39 @@ def command_line(about: str | None, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument(
         "--clock", default="wall", choices=["wall", "cpu"], help="cpu: CPU time of this process, for shared machines"
     )
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--json", type=Path, help="file for the results; written anew after each model")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds: then no round begins, and no model; default: no limit"
+    )
     return parser
+
+
+class Budget:
+    """The time that a benchmark may take, so that it ends by itself and what it has measured is written.
+
+    Attributes:
+        left_out: what was not begun because the time was over.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.left_out: list[str] = []
+
+    def begins(self, what: str) -> bool:
+        """Returns whether there is time left to begin; otherwise says what is left out."""
+        if time.monotonic() < self._end:
+            return True
+        self.left_out.append(what)
+        print(f"left out, no time: {what}", flush=True)
+        return False
+
+    def share(self, parts: int) -> float:
+        """Returns when a part has used its share, if the time left is divided by `parts`; see `in_turns`."""
+        now = time.monotonic()
+        return now + (self._end - now) / parts
+
+
+UNLIMITED = Budget(math.inf)
 
 
 def modes(asked: str, device: torch.device) -> list[str]:
@@ -86,16 +118,20 @@ def time_updates(optimizer: Optimizer, before: Callable[[], None], after: Callab
         register(hook)
 
 
-def in_turns(kinds: Mapping[str, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+def in_turns(
+    kinds: Mapping[str, Callable[[int], float]], rounds: int, warm_up: int = 3, until: float = math.inf
+) -> dict[str, list[float]]:
     """Runs all kinds alternately and returns each kind's value in each round.
 
     Each kind is called with the round's number, which is negative in the `warm_up` rounds; their values are dropped.
     The order is shuffled every second round and reversed in the round after it, so no kind always runs first or always
-    follows the same one.
+    follows the same one. No round begins after the time `until` (`time.monotonic`), but at least one is taken.
     """
     found: dict[str, list[float]] = {name: [] for name in kinds}
     order, drawn = [*kinds], random.Random(0)
     for number in range(warm_up + rounds):
+        if number > warm_up and time.monotonic() > until:
+            break
         if number % 2:
             order.reverse()
         else:
@@ -173,9 +209,10 @@ def save(
     device: torch.device,
     results: list[dict[str, Any]],
     targets: Mapping[str, float] = MappingProxyType({}),
+    budget: Budget = UNLIMITED,
 ) -> None:
-    """Writes the results, the machine and the values of the targets to `path`, if one was given."""
+    """Writes the results, the machine, the values of the targets and what was left out to `path`, if one was given."""
     if path:
         about = {**hardware.describe(device), "host": platform.machine(), "torch": torch.__version__}
-        told = {"machine": about, "results": results, "targets": dict(targets)}
+        told = {"machine": about, "results": results, "targets": dict(targets), "left_out": budget.left_out}
         path.write_text(json.dumps(told, indent=1) + "\n")

@@ -22,6 +22,7 @@ inspection and of a snapshot alone, in steps. On a GPU, also checks that an ordi
 
 import contextlib
 import copy
+import math
 import statistics
 import sys
 import tempfile
@@ -38,7 +39,21 @@ from bare import BareLoop, adamw, sgd
 from finite_hooks import finite_hooks
 from guarded_loop import guarded_of
 from jobs import SIZES, Rounds, built
-from measuring import Clock, command_line, head, in_turns, machine, modes, quartiles, ratios, row, save, silence, whole
+from measuring import (
+    Budget,
+    Clock,
+    command_line,
+    head,
+    in_turns,
+    machine,
+    modes,
+    quartiles,
+    ratios,
+    row,
+    save,
+    silence,
+    whole,
+)
 from others import Others, beside, check_installed
 from targets import judged
 from waiting import waiting
@@ -119,9 +134,16 @@ def bare_of(run: Rounds, kind: str, *, bf16: bool) -> BareLoop:
 
 
 def measured(
-    folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: Clock, *, bf16: bool = False
+    folder: Path,
+    overrides: Sequence[str],
+    rounds: int,
+    turn: int,
+    clock: Clock,
+    *,
+    bf16: bool = False,
+    until: float = math.inf,
 ) -> Found:
-    """Measures every kind on one model, `turn` steps at a time."""
+    """Measures every kind on one model, `turn` steps at a time; no round begins after the time `until`."""
     runs, kind = started(folder, overrides), optimizer_of(overrides)
     bare, again, other = (bare_of(runs["off"], kind, bf16=bf16) for _ in range(3))
     if "compile=true" in overrides:  # hooks and anomaly mode stay eager: they break the graph at every module
@@ -148,8 +170,11 @@ def measured(
             done[name][what][number] = runs[name].done[what] - count
         return seconds
 
-    taken = in_turns({name: partial(timed, name, each) for name, each in kinds.items()}, rounds)
-    fewer = in_turns({name: partial(timed, name, each) for name, each in dear.items()}, max(rounds // FEWER, 2), 1)
+    taken = in_turns({name: partial(timed, name, each) for name, each in kinds.items()}, rounds, until=until)
+    rounds = len(taken["bare"])
+    done = {name: {what: counts[:rounds] for what, counts in each.items()} for name, each in done.items()}
+    dear_rounds = max(rounds // FEWER, 2)
+    fewer = in_turns({name: partial(timed, name, each) for name, each in dear.items()}, dear_rounds, 1, until)
     reference = fewer.pop("bare")
     against = dict.fromkeys(taken, taken["bare"]) | dict.fromkeys(fewer, reference)
     found = Found(turn, {**taken, **fewer}, against, done, waiting(runs["defaults"]))
@@ -236,14 +261,18 @@ def main() -> None:
     rounds = asked.rounds or (5 if asked.others else 100 // turn)
     print(f"{machine(device)}, {asked.clock} time, {rounds} rounds of {turn} steps")
     print(head("workload", "precision", "what", "step", "quartiles", "whole", "quartiles"))
-    results = []
-    for name, overrides in SIZES["tiny" if asked.tiny else device.type].items():
-        for mode in modes(asked.precision, device) if asked.only in name else ():
-            chosen = (*overrides, f"device={device}", f"precision={mode}", f"compile={str(asked.compile).lower()}")
-            measure = fits if asked.others else measured
-            with tempfile.TemporaryDirectory() as folder, silence():
-                found = measure(Path(folder), chosen, rounds, turn, clock, bf16=mode == "bf16")
-            results += show(name, mode, found)
+    results, budget = [], Budget(asked.budget)
+    sizes = SIZES["tiny" if asked.tiny else device.type]
+    todo = [(name, mode) for name in sizes if asked.only in name for mode in modes(asked.precision, device)]
+    for number, (name, mode) in enumerate(todo):
+        if not budget.begins(f"{name}, {mode}"):
+            continue
+        chosen = (*sizes[name], f"device={device}", f"precision={mode}", f"compile={str(asked.compile).lower()}")
+        measure = fits if asked.others else partial(measured, until=budget.share(len(todo) - number))
+        with tempfile.TemporaryDirectory() as folder, silence():
+            found = measure(Path(folder), chosen, rounds, turn, clock, bf16=mode == "bf16")
+        results += show(name, mode, found)
+        save(asked.json, device, results)
     waits = {each["waits_for"] for each in results} - {"nothing", "unknown"}
     values = {}
     for each in results:
@@ -254,7 +283,7 @@ def main() -> None:
         print("an ordinary step waits for the device: " + ("; ".join(sorted(waits)) or "no"))
         values["overhead/waits"] = len(waits)
     print("\n" + judged(values, device, "overhead/"))
-    save(asked.json, device, results, values)
+    save(asked.json, device, results, values, budget)
     sys.exit(1 if waits else 0)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from first_step import TRAIN, to_a_step
 from incidents import AT, diagnoses
 from jobs import HERE, NOTHING_ELSE, Rounds, built
-from measuring import Clock, command_line, head, in_turns, machine, modes, save, silence
+from measuring import Budget, Clock, command_line, head, in_turns, machine, modes, save, silence
 from quantities import COLUMNS, quantity, reached, show
 from targets import judged
 
@@ -226,15 +226,17 @@ def main() -> None:
     parts = dict(zip(PARTS, (of_state, of_resuming, of_diagnoses), strict=True))
     print(f"{machine(device)}, {asked.clock} time")
     print(head(*COLUMNS))
-    results = []
+    results, budget = [], Budget(asked.budget)
     for name, overrides in SIZES[asked.size, device.type].items():
         for mode in modes(asked.precision, device) if asked.workload in name else ():
             chosen = (*overrides, f"device={device}", f"precision={mode}")
             for part in asked.only.split(","):
-                results += show(parts[part](f"{name}, {mode}", chosen, clock, asked.rounds))
+                if budget.begins(f"{part}, {name}, {mode}"):
+                    results += show(parts[part](f"{name}, {mode}", chosen, clock, asked.rounds))
+                    save(asked.json, device, results)
     values = {name: value for name, value in reached(results).items() if asked.size == "gpt2" or name not in OF_GPT2}
     print("\n" + judged(values, device, "recovery/"))
-    save(asked.json, device, results, values)
+    save(asked.json, device, results, values, budget)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from bare import BareLoop, adamw, sgd
 from jobs import built
 from made_data import pictures
 from measuring import (
+    Budget,
     Clock,
     command_line,
     head,
@@ -127,11 +128,11 @@ class Bench:
         )
         return lambda number: recipe.seconds(self.turn) if number >= 0 else 0.0
 
-    def measure(self, rounds: int) -> list[Measured]:
-        """Takes the turns and computes the results."""
+    def measure(self, rounds: int, until: float) -> list[Measured]:
+        """Takes the turns and computes the results; no round begins after the time `until`."""
         job = self.runs["stabletrain"].job
         units = job.data.load(0).targets.numel()
-        taken = in_turns(self.kinds, rounds, warm_up=1)
+        taken = in_turns(self.kinds, rounds, 1, until)
         for what, seconds in taken.items():
             found = self.found.setdefault(what, Measured(what))
             middle = quartiles(seconds)[0]
@@ -151,8 +152,8 @@ class Bench:
         return [*self.found.values()]
 
 
-def measured(name: str, mode: str, device: torch.device, clock: Clock, asked: Any) -> list[Measured]:
-    """Measures everything about one size."""
+def measured(name: str, mode: str, device: torch.device, clock: Clock, asked: Any, until: float) -> list[Measured]:
+    """Measures everything about one size; no round begins after the time `until`."""
     with tempfile.TemporaryDirectory() as folder, silence():
         bench = Bench(name, Path(folder), device, mode, clock, asked.turn)
         bench.add("stabletrain", lambda: bench.run_of("stabletrain", compiled=False))
@@ -165,7 +166,7 @@ def measured(name: str, mode: str, device: torch.device, clock: Clock, asked: An
             bench.kinds["recipe"] = bench.recipe(asked.workers, amp=False)
             if device.type == "cuda":
                 bench.kinds["recipe --amp"] = bench.recipe(asked.workers, amp=True)
-        return bench.measure(asked.rounds)
+        return bench.measure(asked.rounds, until)
 
 
 def show_speed(name: str, mode: str, unit: str, found: list[Measured]) -> None:
@@ -218,21 +219,24 @@ def main() -> None:
         sys.exit(f"--sizes={','.join(unknown)} is unknown: choose from {', '.join(SIZES)}")
     print(f"{machine(device)}, {asked.clock} time, {asked.rounds} rounds of {asked.turn} steps")
     print(head("size", "what", "rate", "speed", "quartiles", "MFU", "memory, GB", "compile, s"))
-    results, shares, values = [], [], {}
-    for name in names:
-        unit = UNITS["tok" if SIZES[name].vocab_size else "img"]
-        for mode in modes(asked.precision, device):
-            found = measured(name, mode, device, Clock(device, asked.clock), asked)
-            show_speed(name, mode, unit, found)
-            results += [{"size": name, "precision": mode, "unit": unit, **vars(each)} for each in found]
-            shares += [(f"{name}, {mode}", each) for each in found if each.shares]
-            for target, value in reached(name, mode, device, found).items():
-                values[target] = max(value, values.get(target, 0.0)) if target == "throughput/data" else value
+    results, shares, values, budget = [], [], {}, Budget(asked.budget)
+    todo = [(name, mode) for name in names for mode in modes(asked.precision, device)]
+    for number, (name, mode) in enumerate(todo):
+        if not budget.begins(f"{name}, {mode}"):
+            continue
+        unit, until = UNITS["tok" if SIZES[name].vocab_size else "img"], budget.share(len(todo) - number)
+        found = measured(name, mode, device, Clock(device, asked.clock), asked, until)
+        show_speed(name, mode, unit, found)
+        results += [{"size": name, "precision": mode, "unit": unit, **vars(each)} for each in found]
+        shares += [(f"{name}, {mode}", each) for each in found if each.shares]
+        for target, value in reached(name, mode, device, found).items():
+            values[target] = max(value, values.get(target, 0.0)) if target == "throughput/data" else value
+        save(asked.json, device, results, values)
     print("\n" + head("size", "what", *PARTS, "making"))
     for name, each in shares:
         print(row(name, each.what, *(f"{each.shares[part]:.1%}" for part in PARTS), f"{each.making:.1%}"))
     print("\n" + judged(values, device, "throughput/"))
-    save(asked.json, device, results, values)
+    save(asked.json, device, results, values, budget)
 
 
 if __name__ == "__main__":

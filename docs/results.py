@@ -3,19 +3,24 @@
 The runs' experiment says which section. `python docs/results.py --run spiky` trains the runs first. Each number of a
 section is computed from the runs' files. Each sentence that compares follows from a 95 % interval, or gives single
 runs as what they are. Writing a section twice changes nothing.
+
+`--card gpu-results` writes the section "On a card" from the folder of `benchmarks/gpu.sh`, which calls it at its end.
 """
 
 import argparse
+import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 from stabletrain.beside.comparison.by_setting import markdown, settings_of
 from stabletrain.beside.comparison.frames import frame_of
@@ -255,6 +260,129 @@ def healed(runs: Sequence[Run], folder: Path) -> Iterator[str]:
     yield "![Training losses of both runs](healed.svg)"
 
 
+class Columns(NamedTuple):
+    """A table of the section on a card.
+
+    Attributes:
+        says: what the table shows.
+        names: of its columns.
+        cells: returns a row's cells from one of the results in the benchmark's JSON.
+    """
+
+    says: str
+    names: Sequence[str]
+    cells: Callable[[Mapping[str, Any]], Sequence[str]]
+
+
+def share(value: float | None) -> str:
+    """Formats a share; empty if it is unknown."""
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+CARD = {
+    "throughput": Columns(
+        "Training speed; `speed` is relative to a plain fp32 loop",
+        ["size", "precision", "what", "rate", "speed", "MFU", "memory, GB", "compiling, s"],
+        lambda each: [
+            *(each["size"], each["precision"], each["what"], f"{each['rate']:,.0f} {each['unit']}/s"),
+            *(f"{statistics.median(each['speed']):.2f}", share(each["mfu"])),
+            "" if each["memory"] is None else f"{each['memory'] / 1e9:.1f}",
+            "" if each["compile"] is None else f"{each['compile']:.0f}",
+        ],
+    ),
+    "overhead": Columns(
+        "The guard's cost: time over a bare loop's, of an ordinary step and of the whole",
+        ["model", "precision", "what", "step", "whole", "a step waits for"],
+        lambda each: [
+            *(each["workload"], each["precision"], each["what"]),
+            *(f"{each['step'][0]:.3f}", f"{each['whole'][0]:.3f}", each["waits_for"]),
+        ],
+    ),
+    "operations": Columns(
+        "Kernels that a step launches beyond a bare loop's, counted as if on a card",
+        ["model", "what", "bare", "more"],
+        lambda each: [
+            *(each["model"], each["kind"], str(each["bare"]["launched"])),
+            str(each["ours"]["launched"] - each["bare"]["launched"]),
+        ],
+    ),
+    "fp8": Columns(
+        "fp8 beside bf16; `speed` is relative to bf16",
+        ["width", "what", "rate", "speed", "MFU", "loss"],
+        lambda each: [
+            *(str(each["width"]), each["what"], f"{each['rate']:,.0f} tokens/s", f"{each['speed'][0]:.2f}"),
+            *(share(each["mfu"]), f"{each['loss']:.3f}"),
+        ],
+    ),
+    "head": Columns(
+        "Head and loss, over an unpadded vocabulary",
+        ["precision", "what", "time over unpadded"],
+        lambda each: [each["precision"], each["what"], f"{each['over']:.3f}"],
+    ),
+    "memory": Columns(
+        "Peak memory of a step of gpt2",
+        ["precision", "what", "peak, GB"],
+        lambda each: [each["precision"], each["what"], f"{each['bytes'] / 1e9:.1f}"],
+    ),
+}
+"""The tables of the section on a card by benchmark; other benchmarks give quantities (`benchmarks/quantities.py`)."""
+
+QUANTITIES = {
+    "recovery": "Snapshots, checkpoints, rollbacks and diagnoses",
+    "images_per_second": "Images from JPEG files",
+    "start": "Time to start",
+    "growth": "Data sets of 10^6 to 10^9 tokens",
+}
+
+
+def on_a_card(folder: Path) -> Iterator[str]:
+    """Yields the paragraphs and tables from the folder of `benchmarks/gpu.sh`.
+
+    Raises:
+        ConfigError: the folder has no measurement of a card.
+    """
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    if not found or not (folder / "parts.md").exists():
+        raise ConfigError(f"{folder} has no measurement of benchmarks/gpu.sh; fix: give the folder that it wrote to")
+    machine = {name: each["machine"] for name, each in found.items() if name != "operations"}  # this one needs no card
+    if others := [name for name, each in machine.items() if not each["device"].startswith("cuda")]:
+        raise ConfigError(f"{folder}: {others[0]} was measured on {machine[others[0]]['device']}, not on a card")
+    for about in [*machine.values()][:1]:
+        yield paragraph(f"One run of `benchmarks/gpu.sh` on one {about['name']}, torch {about['torch']}.")
+    yield (folder / "parts.md").read_text().strip()
+    yield from map(paragraph, tests_of(folder))
+    for name, columns in CARD.items():
+        if results := found.get(name, {}).get("results"):
+            yield f"**{columns.says}**:"
+            yield as_table(columns.names, map(columns.cells, results))
+    for name, says in QUANTITIES.items():
+        if results := [each for each in found.get(name, {}).get("results", ()) if "median" in each]:
+            yield f"**{says}**, medians:"
+            cells = ([each["workload"], each["what"], f"{each['median']:.3g}", each["unit"]] for each in results)
+            yield as_table(["measured", "quantity", "median", "unit"], cells)
+    yield "**Targets** that were measured:"
+    values = {target: value for each in found.values() for target, value in each["targets"].items()}
+    yield as_table(["target", "measured"], ([f"`{target}`", f"{value:.4g}"] for target, value in values.items()))
+
+
+def tests_of(folder: Path) -> Iterator[str]:
+    """Yields a sentence for each report of pytest."""
+    for report in sorted(folder.glob("*.xml")):
+        cases = [*ElementTree.parse(report).iter("testcase")]
+        failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+        skipped = sum(case.find("skipped") is not None for case in cases)
+        names = ", ".join(f"`{case.get('name')}`" for case in failed)
+        yield (
+            f"**{report.stem}**: {len(cases) - len(failed) - skipped} of {len(cases)} tests passed, {skipped} were "
+            f"skipped, {len(failed)} failed{': ' if names else ''}{names}."
+        )
+
+
+def as_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [names, ["---"] * len(names), *rows])
+
+
 def events(run: Run, kind: str) -> list[dict[str, Any]]:
     """Returns the events of a kind."""
     return [line for line in read_jsonl(run.folder / "events.jsonl") if line["event"] == kind]
@@ -339,10 +467,19 @@ def with_section(page: str, runs: Sequence[Run], folder: Path) -> str:
         raise ConfigError(f"{open_[0]} ({len(open_)} of {len(runs)} are not over); fix: let them end")
     section = SECTIONS[name]
     block = "\n".join(["```", *command_lines(name), f"python docs/results.py multirun/{name}", "```"])
-    text = "\n\n".join([f"## {section.heading}", block, *section.write(runs, folder)]) + "\n"
-    old = re.search(rf"^## {re.escape(section.heading)}\n.*?(?=\n## |\Z)", page, re.MULTILINE | re.DOTALL)
+    return with_text(page, section.heading, [block, *section.write(runs, folder)])
+
+
+def with_text(page: str, heading: str, paragraphs: Iterable[str]) -> str:
+    """Returns a page with the section below a heading replaced.
+
+    Raises:
+        ConfigError: the page has no such heading.
+    """
+    text = "\n\n".join([f"## {heading}", *paragraphs]) + "\n"
+    old = re.search(rf"^## {re.escape(heading)}\n.*?(?=\n## |\Z)", page, re.MULTILINE | re.DOTALL)
     if old is None:
-        raise ConfigError(f"the page has no heading {section.heading!r}: add it where the section belongs")
+        raise ConfigError(f"the page has no heading {heading!r}: add it where the section belongs")
     return page.replace(old[0], text)
 
 
@@ -367,14 +504,20 @@ def main(typed: Sequence[str] | None = None) -> None:
     """Writes a section of the page."""
     parser = argparse.ArgumentParser(prog="python docs/results.py", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="*", help="the folder of a section's runs, such as multirun/spiky")
+    parser.add_argument("--card", type=Path, help="write the section 'On a card' from this folder of benchmarks/gpu.sh")
     parser.add_argument("--run", choices=[*SECTIONS], help="train the runs of this section first")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s; pictures are written beside it")
     chosen = parser.parse_args(typed)
-    if bool(chosen.runs) == bool(chosen.run):
-        parser.error("give either folders of runs, or --run and a section")
+    if sum(map(bool, (chosen.runs, chosen.run, chosen.card))) != 1:
+        parser.error("give folders of runs, or --run and a section, or --card and a folder")
+    page = chosen.page.read_text(encoding="utf-8")
     try:
+        if chosen.card:
+            block = "```\nbenchmarks/gpu.sh gpu-results\npython docs/results.py --card gpu-results\n```"
+            chosen.page.write_text(with_text(page, "On a card", [block, *on_a_card(chosen.card)]), encoding="utf-8")
+            return
         runs = read_runs([train(chosen.run)] if chosen.run else chosen.runs)
-        text = with_section(chosen.page.read_text(encoding="utf-8"), runs, chosen.page.parent)
+        text = with_section(page, runs, chosen.page.parent)
     except ConfigError as error:
         sys.exit(f"{parser.prog}: {error}")
     chosen.page.write_text(text, encoding="utf-8")

@@ -92,6 +92,9 @@ def test_a_benchmark_runs_and_writes_what_it_promises(case, tmp_path):
     assert all(any(f" {what}" in line for line in rows) for what in expected), done.stdout
     assert all(len(each.get("values") or each.get("seconds") or each["runs"]) == 2 for each in results)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    card = pytest.importorskip("docs.results").CARD  # the page on a card is written from these results
+    if case in card:
+        assert all(len(card[case].cells(each)) == len(card[case].names) for each in results)
 
 
 @pytest.mark.parametrize("model", ["gpt_nano", "ResNet-20"])

@@ -126,9 +126,10 @@ def test_the_script_refuses_what_it_does_not_know(tmp_path, options, said):
 
 STUB = """#!/usr/bin/env bash
 echo "$*" >>"$CALLS"
+[[ $* != *fp8.py* ]] || printf 'left out, no time: width %s\\n' 768 4096
 [[ $* != *overhead.py* ]] || exit 3
 """
-"""Takes Python's place: notes what it is called with, and fails as a benchmark."""
+"""Takes Python's place: notes what it is called with, fails as one benchmark, and has no time as another."""
 
 
 @pytest.fixture
@@ -153,19 +154,23 @@ def scripted(tmp_path):
 def test_the_script_runs_every_part_and_reports_the_failed_one(scripted):
     done, verdicts, calls = scripted((ROOT / "benchmarks" / "gpu.sh").read_text())
     assert done.returncode == 1
-    assert {name: verdict for name, verdict in verdicts.items() if verdict != "ran"} == {"overhead": "FAILED, code 3"}
-    named = ["card", "tests", "start", "overhead", "throughput", "recovery", "memory", "images_per_second", "fp8"]
-    named += ["head", "growth", "compiled"]
+    assert {name: verdict for name, verdict in verdicts.items() if verdict != "ran"} == {
+        "overhead": "FAILED, code 3",
+        "fp8": "ran without width 768; width 4096",
+    }
+    named = ["card", "throughput", "tests", "overhead", "fp8", "recovery", "operations", "images_per_second"]
+    named += ["head", "memory", "start", "growth", "compiled"]
     assert list(verdicts) == named
+    assert calls[-1] == f"docs/results.py --card {done.args[-1]}"
     for name in named:
         assert any(f"benchmarks/{name}.py" in call or f"/{name}.xml --all -m gpu" in call for call in calls), name
 
 
 def test_of_named_parts_only_these_run(scripted):
-    done, verdicts, calls = scripted((ROOT / "benchmarks" / "gpu.sh").read_text(), "--only", "compiled,fp8")
+    done, verdicts, calls = scripted((ROOT / "benchmarks" / "gpu.sh").read_text(), "--only", "compiled,head")
     assert done.returncode == 0
-    assert verdicts == {"fp8": "ran", "compiled": "ran"}
-    assert [call.split()[0] for call in calls if "--device" in call or "-m gpu" in call] == ["benchmarks/fp8.py", "-m"]
+    assert verdicts == {"head": "ran", "compiled": "ran"}
+    assert [call.split()[0] for call in calls if "--budget" in call or "-m gpu" in call] == ["benchmarks/head.py", "-m"]
 
 
 def test_a_part_that_the_ten_minutes_do_not_reach_is_reported(scripted):
@@ -174,4 +179,24 @@ def test_a_part_that_the_ten_minutes_do_not_reach_is_reported(scripted):
     done, verdicts, calls = scripted(text.replace("total=600", "total=20"))
     assert done.returncode == 1
     assert set(verdicts.values()) == {"not run: the 20 s are over"}
-    assert not any("--device" in call for call in calls)
+    assert not any("--device" in call for call in calls if "targets.py" not in call)
+
+
+def test_at_the_end_of_its_budget_a_benchmark_begins_no_round_and_no_model(benchmark, monkeypatch, capsys):
+    measuring, clock = benchmark("measuring"), ToldClock()
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: clock.time)
+    budget = measuring.Budget(100)
+
+    def step(number):
+        clock.time += 9
+        return 1.0
+
+    assert budget.begins("first")
+    assert len(measuring.in_turns({"a": step}, 50, 1, budget.share(2))["a"]) == 5, (
+        "half of it, and one round to warm up"
+    )
+    assert len(measuring.in_turns({"a": step}, 50, 1, budget.share(1))["a"]) == 5, "the rest"
+    assert not budget.begins("second")
+    assert budget.left_out == ["second"]
+    assert "left out, no time: second" in capsys.readouterr().out
+    assert len(measuring.in_turns({"a": step}, 50, 1, budget.share(1))["a"]) == 1, "a round at least"

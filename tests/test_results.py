@@ -260,3 +260,47 @@ def test_the_page_has_each_section_with_its_commands():
     for experiment, each in SECTIONS.items():
         assert f"## {each.heading}\n\n```\n{each.commands[0]}" in text
         assert f"\npython docs/results.py multirun/{experiment}\n```\n" in text
+
+
+def made_card(folder, device="cuda:0"):
+    """A folder of benchmarks/gpu.sh: a table of parts, two benchmarks, and a report of pytest."""
+    folder.mkdir(exist_ok=True)
+    machine = {"device": device, "name": "NVIDIA H100", "torch": "2.14.1"}
+    quick = {"size": "gpt2", "precision": "bf16", "unit": "tokens", "what": "stabletrain, compiled", "rate": 305872.4}
+    quick |= {"speed": [5.6, 5.5, 4.8], "mfu": 0.264, "memory": 19_200_000_000, "compile": 26.2}
+    stall = {"workload": "gpt2, bf16", "what": "snapshot", "unit": "steps", "median": 0.66, "quartiles": [0.6, 0.7]}
+    for name, result, targets in (("throughput", quick, {"throughput/gpt2_mfu": 0.264}), ("recovery", stall, {})):
+        told = {"machine": machine, "results": [result], "targets": targets, "left_out": []}
+        (folder / f"{name}.json").write_text(json.dumps(told))
+    (folder / "parts.md").write_text("| part |\n|---|\n| fp8 | ran without width 4096 |\n")
+    bad, skipped = '<testcase name="bad[1]"><failure/></testcase>', '<testcase name="b"><skipped/></testcase>'
+    (folder / "tests.xml").write_text(f'<testsuite><testcase name="good"/>{bad}{skipped}</testsuite>')
+    return folder
+
+
+def test_the_section_on_a_card_has_what_was_measured_and_names_what_was_left_out(tmp_path):
+    folder, page = made_card(tmp_path / "gpu-results"), tmp_path / "results.md"
+    page.write_text("# Results\n\n## On a card\n\nNot measured yet.\n\n## Another\n\nafter\n")
+    main(["--card", str(folder), "--page", str(page)])
+    text = page.read_text()
+    assert "on one NVIDIA H100, torch 2.14.1." in text
+    assert "| gpt2 | bf16 | stabletrain, compiled | 305,872 tokens/s | 5.50 | 26.4 % | 19.2 | 26 |\n" in text
+    assert "| gpt2, bf16 | snapshot | 0.66 | steps |" in text
+    assert "| `throughput/gpt2_mfu` | 0.264 |" in text
+    assert "| fp8 | ran without width 4096 |" in text
+    assert "**tests**: 1 of 3 tests passed, 1 were skipped, 1 failed: `bad[1]`." in text
+    assert "Not measured yet" not in text
+    assert text.endswith("\n\n## Another\n\nafter\n")
+    main(["--card", str(folder), "--page", str(page)])
+    assert page.read_text() == text
+
+
+def test_measurements_of_a_cpu_are_not_said_to_be_a_cards(tmp_path):
+    page = tmp_path / "results.md"
+    page.write_text("# Results\n\n## On a card\n\nbefore\n")
+    with pytest.raises(SystemExit, match="was measured on cpu, not on a card"):
+        main(["--card", str(made_card(tmp_path / "gpu-results", "cpu")), "--page", str(page)])
+    with pytest.raises(SystemExit, match="has no measurement of benchmarks/gpu.sh"):
+        main(["--card", str(tmp_path), "--page", str(page)])
+    assert page.read_text().endswith("\n\nbefore\n")
+    assert "\n## On a card\n" in PAGE.read_text(), "the page has a place for it"
