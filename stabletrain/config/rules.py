@@ -31,6 +31,9 @@ CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
 FP32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 """The smallest and the largest normal number of fp32. Numbers nearer to 0 lose digits there, and most become 0."""
 
+SMALLEST_HEAD = 16
+"""The smallest head dimension that FlexAttention's kernel takes."""
+
 LARGEST_INT = 2**63 - 1
 """The largest whole number that PyTorch takes."""
 
@@ -142,6 +145,12 @@ def is_for_other_data(run: Composed, key: str) -> bool:
     return bool(gives and reads and gives != reads)
 
 
+def has_small_heads(run: Composed) -> bool:
+    """Whether the heads are smaller than FlexAttention takes; a plug-in model may name their sizes otherwise."""
+    width, heads = run["model.n_embd"], run["model.n_head"]
+    return bool(width and heads) and width / heads < SMALLEST_HEAD
+
+
 REMOVED = Rule(
     ANY_KEY,
     lambda run, key: key not in run.values and not key.startswith(run.retargeted),
@@ -222,6 +231,15 @@ RULES = [
     Rule("qknorm", lambda run, key: "none" not in (run[key], run["qkclip"]),
          "{chosen} removes the scale of the projections that qkclip={qkclip} clips, so qkclip has no effect",
          "qkclip=none, or qknorm=none"),
+    Rule("softcap.attention", lambda run, key: run[key] == "flex" and run["compile"] is False,
+         "{override} does nothing with compile=false, because FlexAttention is fused only in compiled steps",
+         "compile=auto, or softcap.attention=math"),
+    Rule("softcap.attention", lambda run, key: run[key] == "flex" and run["model.dropout"],
+         "{override} has no dropout, and model.dropout={model.dropout}",
+         "model.dropout=0, or softcap.attention=math"),
+    Rule("softcap.attention", lambda run, key: run[key] == "flex" and has_small_heads(run),
+         f"{{override}} takes heads of {SMALLEST_HEAD} or more, and model.n_embd={{model.n_embd}} has "
+         "model.n_head={model.n_head}", "fewer heads, or softcap.attention=math"),
     Rule("data init", is_for_other_data,
          "{override} is for {modality}, model={model} reads {model.modality}",
          "{fitting}, or a model for {modality} such as {example_model}"),

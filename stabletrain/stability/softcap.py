@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
+from stabletrain.stability import flex_softcap
 
 Queries = Float[Tensor, "batch head query dim"]
 """Queries and outputs of attention."""
@@ -54,20 +55,24 @@ class NoSoftcap:
         """Returns the logits unchanged."""
         return logits
 
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError if this kind cannot run on a device."""
+
 
 @dataclass(frozen=True)
 class Gemma2Softcap(NoSoftcap):
     """Softcap of the attention logits and of the final logits.
 
-    Stores the scores, `[batch, head, query, key]`, which fused attention avoids: expect a slower step.
-
     Attributes:
         attention_cap: cap of the attention logits, 50 in Gemma 2.
         final_cap: cap of the final logits, 30 in Gemma 2.
+        attention: `math` stores the scores, `[batch, head, query, key]`, which fused attention avoids: expect a slower
+            step. `flex` fuses them in compiled steps on a card, see `flex_softcap.py`; all other passes use `math`.
     """
 
     attention_cap: float
     final_cap: float
+    attention: str = "math"
 
     def __post_init__(self) -> None:
         for name in ("attention_cap", "final_cap"):
@@ -75,9 +80,14 @@ class Gemma2Softcap(NoSoftcap):
                 raise ConfigError(
                     f"softcap.{name}={cap} is not a finite number above 0: use softcap=none for no softcap"
                 )
+        if self.attention not in ("math", "flex"):
+            raise ConfigError(f"softcap.attention={self.attention} is unknown: choose math or flex")
 
     def attend(self, q: Queries, k: Keys, v: Keys, *, is_causal: bool, dropout_p: float) -> Queries:
         """Returns `softmax(softcap(q k^T / sqrt(dim))) v`, in the dtype of `v`, with the softmax in fp32."""
+        training = is_causal and q.shape[-2] == k.shape[-2] and dropout_p == 0
+        if self.attention == "flex" and training and in_code_for_a_card(q):
+            return flex_softcap.attend(q, k, v, self.attention_cap)
         # Scale the queries before the product, as fused attention does: in fp16 an unscaled product may overflow.
         scores = softcap((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), self.attention_cap)
         if is_causal:  # mask after the cap, because the cap would turn -inf into a finite score
@@ -88,3 +98,16 @@ class Gemma2Softcap(NoSoftcap):
     def final(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Returns the capped logits, in their dtype."""
         return softcap(logits, self.final_cap).to(logits.dtype)
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ConfigError if attention is to be fused and the device is no card."""
+        if self.attention == "flex" and device.type != "cuda":
+            raise ConfigError(
+                "softcap.attention=flex needs a card, because FlexAttention has no backward pass elsewhere, and this "
+                f"run's device is {device}; fix: softcap.attention=math"
+            )
+
+
+def in_code_for_a_card(q: Tensor) -> bool:
+    """Returns whether code is being compiled that will run on a card."""
+    return torch.compiler.is_compiling() and q.device.type == "cuda"

@@ -172,6 +172,7 @@ def build_model(
     long = check_memory(options, process, source.data, sizes_from_data(options.model, source.data))
     if long and process.ranks.is_main:
         say(long, flush=True)
+    options.softcap.check_device(device)
     # Whatever drew random numbers before, the initial weights follow from the seed alone.
     options.determinism.seed_run(options.seed)
     model = make_model(options.model, source.data, options.objective)

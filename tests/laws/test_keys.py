@@ -167,6 +167,7 @@ CHANGED: dict[str, object] = {
     "qknorm.eps": 0.1,
     "softcap.attention_cap": 0.1,
     "softcap.final_cap": 0.1,
+    "softcap.attention": "flex",
     "qkclip.max_logit": 1e-6,
     "init.std": 0.1,
     "guard.max_consecutive": 0,

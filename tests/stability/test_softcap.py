@@ -1,4 +1,7 @@
-"""Softcap: the closed form and its slope, the cap before the mask, and the mask aligned to the end."""
+"""Softcap: the closed form and its slope, the cap before the mask, and the mask aligned to the end.
+
+FlexAttention refuses gradients on a CPU, because it has no kernel for them there. Its own reference computes them.
+"""
 
 import math
 from typing import Any
@@ -8,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stabletrain.errors import ConfigError
+from stabletrain.machine.compiling import inductor
+from stabletrain.stability import flex_softcap
+from stabletrain.stability import softcap as softcap_file
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap, softcap
+from tests.devices import CARD
 
 KINDS = [NoSoftcap(), Gemma2Softcap(attention_cap=5.0, final_cap=3.0)]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=["none", "gemma2"])
@@ -111,3 +119,72 @@ def test_none_is_pytorchs_fused_attention_bitwise() -> None:
     ours = NoSoftcap().attend(q, k, v, is_causal=True, dropout_p=0.0)
     assert torch.equal(ours, F.scaled_dot_product_attention(q, k, v, is_causal=True))
     assert NoSoftcap().final(q) is q
+
+
+FLEX = Gemma2Softcap(attention_cap=5.0, final_cap=3.0, attention="flex")
+
+
+def with_gradients(attend: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Returns the output of an attention, and the gradients of queries, keys and values."""
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    y = attend(*leaves)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(y)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), leaves)]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_flex_attention_has_the_values_and_gradients_of_the_stored_scores(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *inputs: None)
+    reference = with_gradients(lambda *qkv: KINDS[1].attend(*qkv, is_causal=True, dropout_p=0.0), qkv())
+    math_path = with_gradients(lambda *qkv: KINDS[1].attend(*qkv, is_causal=True, dropout_p=0.0), qkv(dtype))
+    fused = with_gradients(lambda *qkv: flex_softcap.attend(*qkv, 5.0), qkv(dtype))
+    for ours, stored, exact in zip(fused, math_path, reference, strict=True):
+        assert ours.dtype == dtype
+        error = (ours.double() - exact).abs().max()
+        assert error <= {torch.float64: 1e-13, torch.float32: 4e-6}[dtype] * exact.abs().max()
+        assert error <= 4 * (stored.double() - exact).abs().max() + 1e-13
+
+
+def test_flex_serves_causal_training_in_compiled_code_for_a_card_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(torch.float32)
+    stored = KINDS[1].attend(q, k, v, is_causal=True, dropout_p=0.0)
+    assert torch.equal(FLEX.attend(q, k, v, is_causal=True, dropout_p=0.0), stored), "an eager pass"
+    monkeypatch.setattr(flex_softcap, "attend", lambda q, k, v, cap: torch.full_like(v, cap))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(FLEX.attend(q, k, v, is_causal=True, dropout_p=0.0), stored), "code for a CPU"
+    monkeypatch.setattr(softcap_file, "in_code_for_a_card", lambda q: True)
+    assert FLEX.attend(q, k, v, is_causal=True, dropout_p=0.0).unique().tolist() == [5.0]
+    assert torch.equal(KINDS[1].attend(q, k, v, is_causal=True, dropout_p=0.0), stored), "attention=math"
+    assert FLEX.attend(q, k, v, is_causal=False, dropout_p=0.0).unique().numel() > 1
+    assert FLEX.attend(q[:, :, -2:], k, v, is_causal=True, dropout_p=0.0).unique().numel() > 1, "with a KV cache"
+    assert FLEX.attend(q, k, v, is_causal=True, dropout_p=0.5).unique().numel() > 1
+
+
+def test_flex_is_refused_where_it_has_no_backward_pass() -> None:
+    FLEX.check_device(torch.device("cuda"))
+    for kind in KINDS:
+        kind.check_device(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="attention=flex needs a card.*; fix: softcap.attention=math"):
+        FLEX.check_device(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="attention=sdpa is unknown: choose math or flex"):
+        Gemma2Softcap(attention_cap=5.0, final_cap=3.0, attention="sdpa")
+
+
+@pytest.mark.parametrize("device", [CARD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flex_on_a_card_is_near_the_stored_scores_and_repeats_bit_for_bit(device: str, dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    inputs = tuple(2 * torch.randn(2, 3, 300, 64, generator=drawn) for _ in range(3))
+    code = torch.compile(flex_softcap.attend, backend=inductor, dynamic=False)
+    once, again = (
+        with_gradients(lambda *qkv: code(*qkv, 5.0), tuple(each.to(device, dtype) for each in inputs)) for _ in range(2)
+    )
+    wide = tuple(each.to(device, dtype).double() for each in inputs)
+    exact = with_gradients(lambda *qkv: KINDS[1].attend(*qkv, is_causal=True, dropout_p=0.0), wide)
+    for ours, same, reference in zip(once, again, exact, strict=True):
+        assert torch.equal(ours, same)
+        error = (ours.double() - reference).abs().max() / reference.abs().max()
+        assert error <= {torch.float32: 1e-4, torch.bfloat16: 0.03}[dtype]
