@@ -23,7 +23,7 @@ from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Reading, Verdict
-from stabletrain.step import commit, compute
+from stabletrain.step import commit
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.evaluate import validate
 from stabletrain.trainer.history import History, Throughput
@@ -116,7 +116,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
             if twice:
                 computed = compute_twice(state, micro_batches, tools, run.device)
             else:
-                computed = compute(state, micro_batches, tools)
+                computed = run.compute(state, micro_batches, tools)
             if executed is not None:
                 # Judge the last step, now that the device is busy. Its weights are still in place if it was skipped, so
                 # it can be investigated. If an older state was restored, the gradients just computed are of a state
@@ -125,7 +125,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
                     executed, repeating = None, guard.retried_step == state.step + 1
                     continue
                 if executed.in_flight.recomputed:  # an investigation has overwritten this step's gradients
-                    computed = compute(state, micro_batches, tools)
+                    computed = run.compute(state, micro_batches, tools)
             # Monitors inspect raw gradients, and weights before and after the update, so they go around `commit`.
             watching = monitors.due(state.step + 1, plan.steps) and computed.forwards > 0
             if watching:

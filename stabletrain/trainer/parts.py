@@ -42,6 +42,7 @@ from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run_folder import Description, NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
+from stabletrain.trainer import step_graph
 from stabletrain.trainer.after_halt import after_halt
 from stabletrain.trainer.banner import closing, opening, sample_text, suggestion, update_note
 from stabletrain.trainer.changes import Resumption, check_data_of_checkpoint, option_fingerprint
@@ -85,6 +86,7 @@ class RunParts:
         self.options, self.folder, self.process = options, folder, process
         self.source, self.trained, self.tools = source, trained, tools
         ranks, state = process.ranks, trained.state
+        self.compute = step_graph.chosen(options.compile, process.device, tools, process.parallel)
         # Injected disk and W&B faults wrap the objects that write, so they happen where real faults would.
         self.checkpoints = checkpoints_for_all_ranks(options.faults.checkpoints(options.checkpoint), ranks)
         self.wandb = options.faults.wandb(options.wandb) if ranks.is_main else NoWandb()
@@ -221,7 +223,7 @@ class RunParts:
         options, process = self.options, self.process
         # Use the last step's batch: with data.length_warmup, earlier batches may be shorter than the final shape.
         batch = self.data.load(options.steps - 1).to(process.device).split(options.grad_accum_steps)[0]
-        must, any_rank = options.compile is True, process.parallel.any_rank
+        must, any_rank = options.compile in (True, "graph"), process.parallel.any_rank
         facts, told = warm_up_compiled(self.trained.state, batch, self.tools, must=must, any_rank=any_rank)
         self.run_folder.learn(facts)
         self.tracker.note(told)
@@ -248,6 +250,7 @@ class RunParts:
                 tracker=self.tracker,
             ),
             history=self.history,
+            compute=self.compute,
         )
 
     def _start_forensics(self) -> Forensics:

@@ -21,6 +21,7 @@ from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.saved_states import SavedStates
+from stabletrain.trainer.step_graph import LaunchedSteps
 
 NO_TRACKER = NoTracker()
 
@@ -129,6 +130,7 @@ class TrainingRun:
         data, monitoring, forensics, output: see their classes.
         rollback: goes back to one of the saved states.
         history: what the run records about itself.
+        compute: runs forward and backward of a step; see `step_graph.py`.
     """
 
     plan: Plan
@@ -142,6 +144,7 @@ class TrainingRun:
     output: Output
     rollback: Rollback
     history: History
+    compute: LaunchedSteps = field(default_factory=LaunchedSteps)
 
     @property
     def saved(self) -> SavedStates:

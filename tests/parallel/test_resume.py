@@ -78,7 +78,6 @@ def events(folder, kind):
 def saved(folder):
     """All that the last checkpoint holds but the clock."""
     found = everything(max((folder / "checkpoints").glob("step-*")))
-    del found["state"]["training"]["parts"]["history"]["lost_seconds"]
     return found
 
 

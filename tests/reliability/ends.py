@@ -14,7 +14,8 @@ CLOCK = {"time", "seconds", "tokens_per_s", "images_per_s", "memory/peak_gb", "t
 def everything(checkpoint: Path) -> dict:
     """Returns a checkpoint's content, except times: tensors as bytes, the rest as JSON."""
     state = json.loads((checkpoint / "state.json").read_text())
-    del state["training"]["parts"]["history"]["seconds"]
+    for name in ("seconds", "lost_seconds"):
+        state["training"]["parts"]["history"].pop(name)
     tensors = {}
     for file in sorted(checkpoint.rglob("*.safetensors")):  # several for a sharded run
         with safe_open(file, framework="pt") as opened:
