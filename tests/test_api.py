@@ -17,7 +17,7 @@ import stabletrain
 from stabletrain.checkpoint.folder import find
 from stabletrain.errors import ConfigError
 from stabletrain.machine.signals import STOP_SIGNALS
-from stabletrain.trainer import loop
+from stabletrain.trainer import step_graph
 from tests.conftest import HAS_BESIDE
 from tests.runs import CONF, TINY_GPT, command
 
@@ -93,10 +93,10 @@ def test_the_record_of_a_run_names_the_command_that_repeats_it(place):
 
 
 def test_signals_keep_their_handlers_during_a_run(place, monkeypatch):
-    seen, compute = [], loop.compute
+    seen, compute = [], step_graph.compute
     before = [signal.getsignal(each) for each in STOP_SIGNALS]
     monkeypatch.setattr(
-        loop, "compute", lambda *all: seen.append([*map(signal.getsignal, STOP_SIGNALS)]) or compute(*all)
+        step_graph, "compute", lambda *all: seen.append([*map(signal.getsignal, STOP_SIGNALS)]) or compute(*all)
     )
     stabletrain.train([*RUN, "checkpoint=off"])
     assert seen == [before] * 4
@@ -163,12 +163,12 @@ def test_ctrl_c_propagates_and_the_next_call_resumes(place, monkeypatch):
             raise KeyboardInterrupt
         return compute(state, *rest)
 
-    compute = loop.compute
+    compute = step_graph.compute
     whole = stabletrain.train([*RUN, "hydra.run.dir=whole"])
-    monkeypatch.setattr(loop, "compute", interrupted)
+    monkeypatch.setattr(step_graph, "compute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         stabletrain.train([*RUN, "checkpoint.every=2"])
-    monkeypatch.setattr(loop, "compute", compute)
+    monkeypatch.setattr(step_graph, "compute", compute)
     result = stabletrain.train([*RUN, "checkpoint.every=2", "resume=auto"])
     assert result.status == "finished"
     assert [folder.name for folder in place.glob("outputs/*/*")] == [result.folder.name]

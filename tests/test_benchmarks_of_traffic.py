@@ -74,14 +74,14 @@ class Seen(TorchDispatchMode):
 
 def train(overrides: list[str], folder: Path) -> dict[str, Any]:
     """What one step of the run sends, and the memory the rank holds after it."""
-    from stabletrain.trainer import loop
+    from stabletrain.trainer import loop, step_graph
     from stabletrain.trainer.build import build
 
     found: dict[str, Any] = {}
     sys.argv[1:] = overrides
     with composed(*overrides) as cfg:
         job = build(cfg, folder)
-    compute, seen = loop.compute, Seen()
+    compute, seen = step_graph.compute, Seen()
 
     def counted(state: TrainState, *rest: Any) -> Any:
         if state.step == 3:  # from the second step on DDP has the buckets that it keeps
@@ -91,12 +91,12 @@ def train(overrides: list[str], folder: Path) -> dict[str, Any]:
             found["views"] = getattr(getattr(job.parallel, "_wrapped", None), "gradient_as_bucket_view", None)
         return compute(state, *rest)
 
-    vars(loop)["compute"] = counted
+    vars(step_graph)["compute"] = counted
     try:
         with seen:
             loop.train(job)
     finally:
-        vars(loop)["compute"] = compute
+        vars(step_graph)["compute"] = compute
     return found
 
 

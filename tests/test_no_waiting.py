@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.in_flight import InFlight
 from stabletrain.step import commit, compute
-from stabletrain.trainer import loop
+from stabletrain.trainer import loop, step_graph
 from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
@@ -60,7 +60,7 @@ def test_a_question_would_be_noticed():
 def test_a_step_is_read_after_the_next_is_launched(tmp_path, monkeypatch):
     order = []
     for owner, name, method in (
-        (loop, "compute", compute),
+        (step_graph, "compute", compute),
         (loop, "commit", commit),
         (InFlight, "wait", InFlight.wait),
     ):

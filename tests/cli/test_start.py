@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from stabletrain.trainer import loop
+from stabletrain.trainer import loop, step_graph
 from stabletrain.trainer.build import build
 from tests.runs import ROOT, TINY_GPT, composed
 
@@ -38,14 +38,14 @@ def test_seeding_and_passes_aside_do_not_load_the_compiler():
 
 
 def test_the_first_steps_line_is_written_before_the_second_step_begins(tmp_path, monkeypatch):
-    compute, written = loop.compute, []
+    compute, written = step_graph.compute, []
 
     def counting(*arguments):
         metrics = tmp_path / "metrics.jsonl"
         written.append(metrics.read_text().count("\n") if metrics.exists() else 0)
         return compute(*arguments)
 
-    monkeypatch.setattr(loop, "compute", counting)
+    monkeypatch.setattr(step_graph, "compute", counting)
     with composed(*TINY_GPT, "steps=4", "log_every=1", "monitors=none", "checkpoint=off", "report=false") as cfg:
         loop.train(build(cfg, tmp_path))
     assert written == [0, 1, 1, 2]  # later ones wait for the step after theirs, which runs meanwhile

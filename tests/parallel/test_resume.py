@@ -77,8 +77,7 @@ def events(folder, kind):
 
 def saved(folder):
     """All that the last checkpoint holds but the clock."""
-    found = everything(max((folder / "checkpoints").glob("step-*")))
-    return found
+    return everything(max((folder / "checkpoints").glob("step-*")))
 
 
 @pytest.mark.parametrize("kind", KINDS)
