@@ -131,6 +131,7 @@ start="time to the first step, to --help and to an error"
 recovery="stall by a snapshot, a checkpoint, a rollback and a diagnosis"
 overhead="the defaults over a bare loop, and whether a step waits for the card"
 operations="kernels that a step launches beyond a bare loop's, as if on a card"
+graphs="compile=graph beside compiled and uncompiled steps"
 throughput="speed over plain PyTorch and torchvision's recipe, MFU, waiting for data"
 fp8="fp8 beside bf16: speed, MFU and loss, at widths 768 and 4096"
 memory="peak memory of a loss in chunks"
@@ -149,6 +150,7 @@ if [[ $device == cuda ]]; then
     bench overhead 80 "$overhead" --precision bf16
     bench fp8 70 "$fp8" --rounds 40
     bench recovery 60 "$recovery" --size gpt2 --precision bf16 --rounds 2
+    bench graphs 50 "$graphs" --rounds 5
     bench operations 40 "$operations" --precision bf16
     bench images_per_second 40 "$images" --workers "1,2,8" --rounds 3
     bench head 30 "$heads"
@@ -161,6 +163,7 @@ else # generous limits: a CPU may be busy with other work
         tests/laws/test_on_a_card.py tests/parallel/test_nccl.py tests/machine/test_determinism.py
     bench start 300 "$start" --rounds 1
     bench overhead 300 "$overhead" --tiny --precision fp32 --rounds 2
+    bench graphs 300 "$graphs" --rounds 1 --turn 1
     bench operations 300 "$operations" --precision fp32
     bench throughput 300 "$throughput" --sizes gpt_tiny,resnet_tiny --precision fp32 --rounds 2
     bench recovery 300 "$recovery" --size tiny --precision fp32 --rounds 1

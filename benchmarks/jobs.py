@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from stabletrain.records import Batch
-from stabletrain.step import Computed, commit, compute
+from stabletrain.step import Computed, commit
 from stabletrain.trainer.build import build
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.incidents import ExecutedStep
@@ -122,7 +122,7 @@ class Rounds:
     def compute(self) -> None:
         """Launches the next step's forward and backward passes."""
         batch, micro_batches = self.fetch()
-        self._computed = batch, micro_batches, compute(self.job.state, micro_batches, self.job.tools)
+        self._computed = batch, micro_batches, self.job.compute(self.job.state, micro_batches, self.job.tools)
 
     def fetch(self) -> tuple[Batch, list[Batch]]:
         """Returns the next batch, and its micro-batches on the device."""

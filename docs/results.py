@@ -314,6 +314,14 @@ CARD = {
             *(share(each["mfu"]), f"{each['loss']:.3f}"),
         ],
     ),
+    "graphs": Columns(
+        "CUDA graphs; `speed` is relative to an uncompiled run",
+        ["model", "compile", "a step, ms", "speed"],
+        lambda each: [
+            *(each["workload"], each["what"], f"{1e3 * statistics.median(each['seconds']):.2f}"),
+            f"{each['speed']:.2f}",
+        ],
+    ),
     "head": Columns(
         "Head and loss, over an unpadded vocabulary",
         ["precision", "what", "time over unpadded"],

@@ -40,6 +40,7 @@ CASES = {
             *("torchvision", "torchvision, CPU time", "over torchvision"),
         ],
     ),
+    "graphs": (["graphs.py", "--turn", "1"], ["false", "false"]),
     "head": (["head.py", "--tiny"], ["unpadded", "padded", "padded, compiled"]),
     "limit": (["limit.py", "--batch", "1"], ["products", "attention"]),
     "reading": (

@@ -158,7 +158,7 @@ def test_the_script_runs_every_part_and_reports_the_failed_one(scripted):
         "overhead": "FAILED, code 3",
         "fp8": "ran without width 768; width 4096",
     }
-    named = ["card", "throughput", "tests", "overhead", "fp8", "recovery", "operations", "images_per_second"]
+    named = ["card", "throughput", "tests", "overhead", "fp8", "recovery", "graphs", "operations", "images_per_second"]
     named += ["head", "memory", "start", "growth", "compiled"]
     assert list(verdicts) == named
     assert calls[-1] == f"docs/results.py --card {done.args[-1]}"
