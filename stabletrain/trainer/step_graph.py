@@ -142,9 +142,10 @@ class GraphedSteps(LaunchedSteps):
 
     def _capture(self, state: TrainState, batches: Sequence[Batch], tools: Tools) -> Captured:
         """Captures a step of this form."""
-        # Targets are counted on the device: their number may differ between steps.
+        # The card counts targets and looks for bad values: what the host knows of them differs between batches.
+        unknown = {"counted": None, "input_range": None, "target_range": None}
         inputs = [
-            replace(each, inputs=each.inputs.clone(), targets=each.targets.clone(), counted=None) for each in batches
+            replace(each, inputs=each.inputs.clone(), targets=each.targets.clone(), **unknown) for each in batches
         ]
         graph = self._new_graph()
         tools.determinism.seed_step(tools.seed, state.step)  # here, because a capture refuses another seed than is set
