@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stabletrain.errors import ConfigError
+from stabletrain.records import range_of
 from stabletrain.trainer import step_graph
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
@@ -127,6 +128,22 @@ def test_a_step_is_captured_anew_if_a_parameter_has_moved(tmp_path):
             moved.data = moved.data.clone()
         steps(run.state, batches, run.tools)
         assert len(made) == (0 if number < WARM_UP else 1 if number < WARM_UP + 2 else 2)
+    run.data.batches.close()
+
+
+def test_a_graph_captured_with_a_batch_known_to_be_good_finds_a_bad_one(tmp_path):
+    with composed(*TINY_GPT, *SHARED) as cfg:
+        run = build(cfg, tmp_path)
+    steps, (batch,) = GraphedSteps(lambda: EagerGraph(run.state)), run.data.load(0).split(1)
+    ranges = {
+        "input_range": range_of(batch.inputs, batch.inputs),
+        "target_range": range_of(batch.targets, batch.targets),
+    }
+    good = replace(batch, counted=batch.targets.numel(), **ranges)
+    bad = replace(batch, targets=batch.targets.masked_fill(batch.targets == batch.targets.max(), 10**6))
+    for number in range(WARM_UP + 2):
+        found = steps(run.state, [good if number <= WARM_UP else bad], run.tools)
+        assert bool(found.checks.bad_data) == (number > WARM_UP)
     run.data.batches.close()
 
 
