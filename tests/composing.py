@@ -1,20 +1,23 @@
 """Composes the same options once per process, because Hydra takes longer for it than the steps of a small run.
 
-What is kept is each YAML text as parsed, and the result of reading and merging the files for each choice of options.
-Values that are typed for single keys are applied by Hydra each time, with all that follows. Commands that are started
-as processes compose as they do for users.
+What is kept is each YAML text as parsed, the result of reading and merging the files for each choice of options, and
+the defaults of every key for it, with which a configuration is checked. Values that are typed for single keys are
+applied by Hydra each time, with all that follows. Commands that are started as processes compose as they do for users.
 """
 
 import copy
 import io
 import pickle
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.defaults_list import Overrides, create_defaults_list
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 merge = config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list
@@ -23,7 +26,10 @@ load = OmegaConf.load
 
 def remember(patch: pytest.MonkeyPatch) -> None:
     """Has Hydra keep, in this process, what it read and merged."""
-    parsed, lists, merged = {}, {}, {}
+    from stabletrain.config import arguments, composed  # not before `--types` has its checks in place
+
+    parsed, lists, merged, defaults = {}, {}, {}, {}
+    compute_defaults = composed.defaults
 
     def load_once(file: Any) -> Any:
         """Stands for `OmegaConf.load`; Hydra gives it open files."""
@@ -39,8 +45,7 @@ def remember(patch: pytest.MonkeyPatch) -> None:
         """Stands for `create_defaults_list`."""
         values = Overrides(repo, overrides_list).config_overrides
         choices = [each for each in overrides_list if not any(each is value for value in values)]
-        files = [(str(source), stamps(source)) for source in repo.get_sources()]
-        given = (config_name, *(each.input_line for each in choices), *files, *how.items())
+        given = (config_name, *(each.input_line for each in choices), *files(repo), *how.items())
         if given not in lists:
             lists[given] = create_defaults_list(repo, config_name, choices, **how)
         return replace(lists[given], config_overrides=values)
@@ -51,6 +56,19 @@ def remember(patch: pytest.MonkeyPatch) -> None:
             merged[id(defaults)] = pickle.dumps(merge(loader, defaults, repo))
         return pickle.loads(merged[id(defaults)])
 
+    @wraps(compute_defaults)
+    def computed_once() -> dict[str, Any]:
+        """Stands for `stabletrain.config.composed.defaults`."""
+        if arguments.job_overrides("hydra"):  # one of them may say where options lie
+            return compute_defaults()
+        hydra = HydraConfig.get()
+        loader: Any = GlobalHydra.instance().config_loader()
+        chosen = [each for each in arguments.job_overrides() if arguments.key_of(each) in hydra.runtime.choices]
+        given = (hydra.job.config_name, *chosen, *files(loader.repository))
+        if given not in defaults:
+            defaults[given] = compute_defaults()
+        return copy.deepcopy(defaults[given])
+
     def share(repo: Any, delegate: Any) -> None:
         """Stands for a deep copy of all sources: `initialize_sources` replaces their list, and does not change it."""
         repo.delegate, repo.cache = copy.copy(delegate), {}
@@ -58,7 +76,13 @@ def remember(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OmegaConf, "load", staticmethod(load_once))
     patch.setattr(config_loader_impl.CachingConfigRepository, "__init__", share)
     patch.setattr(config_loader_impl, "create_defaults_list", defaults_once)
+    patch.setattr(composed, "defaults", computed_once)
     patch.setattr(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)
+
+
+def files(repo: Any) -> list[tuple]:
+    """Returns the sources of a repository with the stamps of their files."""
+    return [(str(source), stamps(source)) for source in repo.get_sources()]
 
 
 def stamps(source: Any) -> tuple:

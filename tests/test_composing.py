@@ -5,7 +5,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
-from tests import composing
+from stabletrain.config import composed as config
+from tests import composing, runs
 from tests.runs import CONF
 
 LINES = [
@@ -37,6 +38,15 @@ def test_what_is_kept_is_what_hydra_composes(monkeypatch, overrides):
     monkeypatch.setattr(loader.ConfigLoaderImpl, "_compose_config_from_defaults_list", composing.merge)
     assert kept == again == composed(overrides)
     assert isinstance(kept, str) == (overrides in REFUSED)
+
+
+@pytest.mark.parametrize("overrides", LINES, ids=" ".join)
+def test_the_defaults_that_are_kept_are_those_that_are_composed(overrides):
+    with runs.composed(*overrides):
+        first = config.defaults()
+        assert first == config.defaults() == config.defaults.__wrapped__()
+        first["steps"] = "spoilt"
+        assert config.defaults()["steps"] != "spoilt"
 
 
 def test_an_option_that_a_test_has_changed_is_read_again(tmp_path):
