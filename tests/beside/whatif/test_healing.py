@@ -31,8 +31,8 @@ from tests.once import once
 from tests.runs import TINY_GPT
 from tests.tracking.wandb_file import read_file
 
-HALTS = [*TINY_GPT, "steps=140", "precision=fp32", "optimizer.lr=3", "schedule=constant", "guard.max_rollbacks=0"]
-HALTS += ["guard.patience=4", "log_every=1", "report=false", "wandb=disabled", "checkpoint.every=40", "eval_every=70"]
+HALTS = [*TINY_GPT, "steps=130", "precision=fp32", "optimizer.lr=3", "schedule=constant", "guard.max_rollbacks=0"]
+HALTS += ["guard.patience=4", "log_every=1", "report=false", "wandb=disabled", "checkpoint.every=40", "eval_every=65"]
 
 
 def losses(folder):
@@ -49,7 +49,7 @@ def events(folder, kind):
 def healed(tmp_path_factory):
     """The folder of a run that was healed."""
     logged = [*(each for each in HALTS if not each.startswith(("wandb", "report"))), "wandb=offline"]
-    logged += ["guard.escalate=whatif", "guard.whatif_steps=600"]
+    logged += ["guard.escalate=whatif", "guard.whatif_steps=420"]
     return once(tmp_path_factory, "healed", lambda folder: stabletrain.train([*logged, f"hydra.run.dir={folder}"]))
 
 
@@ -65,7 +65,7 @@ def test_a_run_that_halts_goes_on_with_the_arm_that_won(healed):
     run = losses(healed)
     assert len(arm.keys() & run.keys()) >= 60
     assert {step: run[step] for step in arm if step in run} == {step: arm[step] for step in arm if step in run}
-    assert max(run) == 140
+    assert max(run) == 130
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("few_arms")
 def test_the_best_arm_is_tried_from_step_0(tmp_path):
     # Bad data from batch 150 on: without them the run from step 0 is the same up to there, bit for bit.
-    late = ["optimizer.lr=0.01", "steps=320", "faults=poison", "faults.at=[150]", "faults.length=4"]
+    late = ["optimizer.lr=0.01", "steps=250", "faults=poison", "faults.at=[150]", "faults.length=4"]
     late += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=1400"]
     found = stabletrain.train([*HALTS, *late, f"hydra.run.dir={tmp_path / 'run'}"])
     (heal,) = events(found.folder, "heal")
@@ -178,10 +178,10 @@ def test_a_run_heals_itself_twice(tmp_path):
     # The second bad data come after the second round of the first what-if.
     twice = [
         "optimizer.lr=0.01",
-        "steps=760",
+        "steps=460",
         "faults=poison",
         "faults.length=4",
-        "faults.at=[150,700]",
+        "faults.at=[150,400]",
         "log_every=1",
     ]
     twice += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=8000"]
@@ -197,7 +197,7 @@ def test_a_run_heals_itself_twice(tmp_path):
     arm = losses(place / next(each["folder"] for each in ranking if each["arm"] == second["arm"]))
     run = losses(found.folder)
     assert {step: run[step] for step in arm} == arm
-    assert max(arm) == max(run) == 760
+    assert max(arm) == max(run) == 460
 
 
 def planned(step, arms, rounds, changes=()):

@@ -9,9 +9,9 @@ from tests.beside.whatif.test_interrupted import end
 from tests.parallel.launches import finish, forked, start
 from tests.runs import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-RUN = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=250", "hydra.run.dir=run"]
+RUN = [*HALTS, "steps=60", "guard.escalate=whatif", "guard.whatif_steps=130", "hydra.run.dir=run"]
 
 
 def test_two_ranks_heal_and_a_killed_one_changes_nothing(tmp_path):
@@ -22,10 +22,10 @@ def test_two_ranks_heal_and_a_killed_one_changes_nothing(tmp_path):
     (heal,) = events(whole / "run", "heal")
     assert len(heal["arms"]) >= 2
     assert heal["arm"] in heal["arms"]
-    words = ["-m", "tests.beside.whatif.interrupted", "SIGKILL", "arm:100", "1", *RUN, "parallel=fsdp"]
+    words = ["-m", "tests.beside.whatif.interrupted", "SIGKILL", "arm:40", "1", *RUN, "parallel=fsdp"]
     killed = finish(start(2, *words, cwd=cut))
     assert killed.returncode != 0
-    assert f"interrupted before arm 100, {signal.SIGKILL.name}" in killed.stdout
+    assert f"interrupted before arm 40, {signal.SIGKILL.name}" in killed.stdout
     assert not events(cut / "run", "heal")
     forked(2, str(ROOT / "train.py"), *RUN, "parallel=fsdp", "resume=auto", cwd=cut, logs=cut)
     assert end(cut / "run") == end(whole / "run")
