@@ -17,7 +17,7 @@ from tests.beside.whatif.test_rounds import losses
 from tests.once import once
 from tests.runs import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(900)]
 
 LONG = "guard.max_rollbacks=50,faults=none"
 """An arm that trains for long enough to be disturbed. The arm `nothing` halts as the run did."""
@@ -68,7 +68,7 @@ def started(run, environment, *typed):
     )  # fmt: skip
 
 
-def finished(process, timeout=200):
+def finished(process, timeout=400):
     """Waits for a command; returns its exit code, stdout and stderr."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -104,7 +104,7 @@ def trains(cluster, run, process):
         assert process.poll() is None, process.communicate()
         return step(run) > 120
 
-    cluster.wait(look, 150)
+    cluster.wait(look)
     [record] = folder_of(run).glob("slurm/*/array.json")
     return json.loads(record.read_text())["job"]
 
@@ -140,13 +140,13 @@ def test_a_task_that_is_preempted_goes_on(cluster, run, whole):
     process = submitted(cluster, run)
     job = trains(cluster, run, process)
     cluster.run("scancel", "--batch", "--signal=USR2", f"{job}_1")
-    cluster.wait(lambda: "saved; queued again (1 of at most 100 times)" in log(run, 1), 90)
+    cluster.wait(lambda: "saved; queued again (1 of at most 100 times)" in log(run, 1))
 
     def over():
         cluster.hurry(f"{job}_1")
         return process.poll() is not None
 
-    cluster.wait(over, 200)
+    cluster.wait(over)
     code, out, err = finished(process)
     check_code(0, code, out, err, cluster)
     assert "start 2 on n" in log(run, 1)
@@ -175,7 +175,7 @@ def test_an_array_that_outlives_its_command_is_found(cluster, run, whole):
     process = submitted(cluster, run)
     job = trains(cluster, run, process)
     cluster.run("scontrol", "suspend", f"{job}_1")  # until both commands have seen it, however slowly they start
-    cluster.wait(lambda: cluster.state(f"{job}_0") == "COMPLETED", 60)
+    cluster.wait(lambda: cluster.state(f"{job}_0") == "COMPLETED")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     code, out, err = finished(started(run, cluster.environment, *TYPED))

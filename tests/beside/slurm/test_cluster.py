@@ -16,7 +16,7 @@ from tests.beside.slurm.stand_ins import stand_in
 from tests.once import once
 from tests.runs import TINY_GPT, command
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(900)]
 
 SAME = ["run", "status", "steps", "val_loss", "best_val_loss", "skips", "settings.optimizer.lr"]
 """Columns of a comparison that are equal for two runs of the same sweep."""
@@ -67,13 +67,13 @@ def step(folder):
 
 def again(cluster, job):
     """Waits until a job is requeued."""
-    cluster.wait(lambda: cluster.state(job) == "PENDING", 60)
+    cluster.wait(lambda: cluster.state(job) == "PENDING")
 
 
 def test_a_job_that_queues_again_ends_as_if_it_had_run_through(cluster, whole, tmp_path):
     run = tmp_path / "run, with a [name] of 100%"
     job = cluster.launch(*LONG, f"hydra.run.dir='{run.name}'", cwd=tmp_path)
-    cluster.wait(lambda: step(run) > 100, 90)
+    cluster.wait(lambda: step(run) > 100)
     cluster.run("scancel", "--batch", "--signal=USR2", job)  # what --signal=B:USR2@... does
     again(cluster, job)
     assert "told to stop" in log(run)
@@ -85,7 +85,7 @@ def test_a_job_that_queues_again_ends_as_if_it_had_run_through(cluster, whole, t
         cluster.hurry(job)
         return step(run) > stopped + 50
 
-    cluster.wait(further, 90)
+    cluster.wait(further)
     cluster.run("scontrol", "requeue", job)  # what pre-emption does, with KillWait seconds to save
     assert cluster.ended(job) == "COMPLETED"
     assert weights(run) == whole
@@ -97,7 +97,7 @@ def test_a_job_that_queues_again_ends_as_if_it_had_run_through(cluster, whole, t
 def test_a_killed_rank_queues_again_from_its_last_checkpoint(cluster, whole, tmp_path):
     run = tmp_path / "run"
     job = cluster.launch(*LONG, "hydra.run.dir=run", cwd=tmp_path)
-    cluster.wait(lambda: step(run) > 100, 90)
+    cluster.wait(lambda: step(run) > 100)
     os.kill(record(run)["pid"], signal.SIGKILL)
     again(cluster, job)
     assert "killed (code 137) after step-" in log(run)
@@ -108,7 +108,7 @@ def test_a_killed_rank_queues_again_from_its_last_checkpoint(cluster, whole, tmp
 def test_a_job_whose_node_fails_goes_on_elsewhere(cluster, whole, tmp_path):
     run = tmp_path / "run"
     job = cluster.launch(*LONG, "hydra.run.dir=run", cwd=tmp_path)
-    cluster.wait(lambda: step(run) > 100, 90)
+    cluster.wait(lambda: step(run) > 100)
     node = cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
     try:
         cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
@@ -137,9 +137,9 @@ def test_before_its_time_is_up_a_job_saves_and_keeps_to_max_requeues(cluster, tm
 def test_a_cancelled_job_is_over_and_its_state_saved(cluster, tmp_path):
     run = tmp_path / "run"
     job = cluster.launch(*ENDLESS, "hydra.run.dir=run", cwd=tmp_path)
-    cluster.wait(lambda: step(run) > 5, 90)
+    cluster.wait(lambda: step(run) > 5)
     cluster.run("scancel", job)
-    cluster.wait(lambda: "ended by Slurm" in log(run), 30)
+    cluster.wait(lambda: "ended by Slurm" in log(run))
     assert cluster.ended(job) == "CANCELLED"
     assert "queued again" not in log(run)
     assert record(run)["status"] == "preempted"
@@ -190,7 +190,7 @@ def test_all_runs_that_share_a_task_are_told_to_stop(cluster, tmp_path):
     conf.write_text((cluster.place / "cluster.conf").read_text().replace("[any]", f"python = {tmp_path}/python\n[any]"))
     typed = ["--cluster", str(conf), "--pack", "2", "-m", "seed=0,1", "hydra.sweep.dir=sweep"]
     job = cluster.launch(*typed, cwd=tmp_path)
-    cluster.wait(lambda: all((sweep / number / "metrics.jsonl").exists() for number in "01"), 60)
+    cluster.wait(lambda: all((sweep / number / "metrics.jsonl").exists() for number in "01"))
     assert [(each.run, each.state) for each in standings_of(cluster, sweep)] == [("0", "running"), ("1", "running")]
     cluster.run("scancel", "--batch", "--signal=USR2", f"{job}_0")
     again(cluster, f"{job}_0")
@@ -225,7 +225,7 @@ def test_a_node_with_another_card_is_left_and_avoided(cluster, tmp_path):
     conf.write_text((cluster.place / "cluster.conf").read_text().replace("[any]", f"python = {tmp_path}/python\n[any]"))
     chosen = ["--parallel-jobs", "1", "-m", "seed=0,1", *TINY_GPT, "steps=2", "hydra.sweep.dir=run"]
     job = cluster.launch("--cluster", str(conf), *chosen, cwd=tmp_path)
-    assert cluster.ended(job, 240) == "COMPLETED"
+    assert cluster.ended(job) == "COMPLETED"
     first = tmp_path / "run" / "0"
     old = bad.read_text().strip()
     assert f"the card of {old} cannot do what the run needs, as the message above says; it avoids {old} from" in log(

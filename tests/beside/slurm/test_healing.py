@@ -7,7 +7,7 @@ from tests.beside.slurm.test_cluster import again, log, record
 from tests.beside.whatif.test_interrupted import RUN, end, uninterrupted
 from tests.once import once
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def healings(run):
 def test_a_job_that_queues_again_while_fixes_are_tried_heals_as_if_it_had_run_through(cluster, whole, tmp_path):
     run = tmp_path / "run"
     job = cluster.launch(*RUN, cwd=tmp_path)
-    cluster.wait(lambda: tried(run) > 20, 120)
+    cluster.wait(lambda: tried(run) > 20)
     cluster.run("scancel", "--batch", "--signal=USR2", job)  # what --signal=B:USR2@... does
     again(cluster, job)
     assert "saved; queued again (1 of at most 100 times)" in log(run)
@@ -40,7 +40,7 @@ def test_a_job_that_queues_again_while_fixes_are_tried_heals_as_if_it_had_run_th
         cluster.hurry(job)
         return tried(run) > stopped + 20
 
-    cluster.wait(further, 120)
+    cluster.wait(further)
     cluster.run("scontrol", "requeue", job)  # what pre-emption does; between two arms there is nothing to save
     again(cluster, job)
     assert healings(run) == []
