@@ -10,7 +10,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KINDS = ("ddp", "fsdp")
 CASES = {
-    f"{kind}/{how}": {"overrides": [*GPT, f"parallel={kind}", f"compile={how == 'compiled'}".lower()]}
+    f"{kind}/{how}": {
+        "overrides": [*GPT, "model.n_layer=1", f"parallel={kind}", f"compile={how == 'compiled'}".lower()]
+    }
     for kind in KINDS
     for how in ("plain", "compiled")
 }
