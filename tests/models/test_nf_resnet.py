@@ -150,6 +150,7 @@ def test_no_sample_sees_another_and_evaluation_is_training() -> None:
     assert torch.equal(net.eval()(x), logits)
 
 
+@pytest.mark.slow(unless=lambda mode, skipinit: (mode, skipinit) == ("bf16", False))
 @pytest.mark.parametrize("skipinit", [False, True])
 @pytest.mark.parametrize("mode", PRECISIONS)
 def test_it_trains_in_every_precision(mode: str, skipinit: bool) -> None:

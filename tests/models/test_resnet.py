@@ -56,6 +56,7 @@ def test_the_large_stem_is_torchvisions_model(depth: int) -> None:
     torch.testing.assert_close(ours(images), theirs(images), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(unless=lambda size, in_channels: (size, in_channels) in ((8, 1), (224, 3)))
 @pytest.mark.parametrize("size", [8, 32, 224])
 @pytest.mark.parametrize("in_channels", [1, 3])
 def test_images_of_any_size_become_logits(size: int, in_channels: int) -> None:

@@ -24,7 +24,7 @@ def two(shared_place):
 
 
 @pytest.mark.beside
-@pytest.mark.slow(unless=lambda parallel, guard: (parallel, guard) == ("fsdp", "rollback"))
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", ["rollback", "skip"])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_bad_update_of_one_rank_leaves_the_run_as_one_without_it(two, shared_place, parallel, guard):

@@ -79,7 +79,7 @@ def incident(seen, name):
     return found, (folder / "report.md").read_text()
 
 
-ESSENTIAL = (("ddp", "input", 1), ("ddp", "gradient", 1))
+ESSENTIAL = (("ddp", "gradient", 1),)
 
 
 @pytest.mark.slow(unless=lambda parallel, kind, rank: (parallel, kind, rank) in ESSENTIAL)

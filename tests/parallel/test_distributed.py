@@ -175,7 +175,7 @@ def test_batchnorms_statistics_are_those_of_a_micro_batch(two, one, kind):
     assert numbers(two[0]["ddp/resnet"], "loss") != pytest.approx(numbers(one(*RESNET), "loss"), rel=1e-4)
 
 
-@pytest.mark.slow(unless=lambda name: name == "muon")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DDP_ONLY)
 def test_what_looks_at_whole_tensors_does_so_with_ddp(two, one, name):
     for seen in two:
@@ -189,7 +189,7 @@ def refused(shared_place):
     return performed(shared_place / "agreement_refused", 2, cases)
 
 
-@pytest.mark.slow(unless=lambda name: name == "fsdp/agc")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_and_is_refused_with_fsdp(request, name):
     for seen in request.getfixturevalue("two" if name == "fsdp/agc" else "refused"):
@@ -198,6 +198,7 @@ def test_and_is_refused_with_fsdp(request, name):
         assert REFUSED[name][0] in seen[name]["message"]
 
 
+@pytest.mark.slow
 def test_chunks_of_a_loss_are_refused_with_fsdp(two):
     for seen in two:
         assert seen["fsdp/chunks"]["error"] == "ConfigError"
@@ -213,6 +214,7 @@ def test_ranks_that_read_different_data_are_refused_on_every_rank(two, kind):
         assert message.startswith("data: rank 1 reads other data than rank 0: inputs of batch 0 differ (sha256 ")
 
 
+@pytest.mark.slow
 def test_weights_that_are_replaced_for_the_update_are_refused_with_ddp(two):
     """DDP holds on to the tensors it was given: without this check it raised in the second step."""
     for seen in two:

@@ -122,6 +122,7 @@ def test_explaining_or_failing_to_changes_no_bit(two, parallel):
         assert went_on(two, f"{parallel}-{case}")[0]["states"] == off["states"]
 
 
+@pytest.mark.slow
 def test_the_older_state_is_gathered_once_and_no_shard_returns_to_its_device(two, place):
     for seen in went_on(two, "fsdp-whole"):
         assert seen["calls"] == {"gathers": 2, "older": 1}

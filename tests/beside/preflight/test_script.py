@@ -212,6 +212,7 @@ PLANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(unless=lambda name: name in [*PLANTED][::3])
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_fault_is_named_with_its_line(run, name):
     source, (check, text, line) = PLANTED[name]
@@ -254,6 +255,7 @@ NOT_WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(unless=lambda name: name in [*NOT_WRONG][::3])
 @pytest.mark.parametrize("name", NOT_WRONG)
 def test_what_only_looks_like_a_fault_is_none(run, name):
     code, out, err = run(NOT_WRONG[name])

@@ -23,6 +23,7 @@ def trials_of(config, seeds=(0,)):
     return Trials({seed: plain(config) for seed in seeds}, dict(HydraConfig.get().runtime.choices))
 
 
+@pytest.mark.slow(unless=lambda more: bool(more))
 @pytest.mark.parametrize("more", [[], ["clipping=zclip", "schedule=wsd", "grad_accum_steps=2"]])
 def test_a_trial_of_the_whole_length_is_the_run(tmp_path, more):
     from stabletrain.trainer.build import build

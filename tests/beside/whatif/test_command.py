@@ -104,6 +104,7 @@ def test_a_difference_is_that_of_the_logged_losses(done):
         assert bool(each["difference"]["mean"]) == (each["arm"] != found["reference"])
 
 
+@pytest.mark.slow
 def test_the_command_that_goes_on_is_the_winner_and_the_run_in_a_new_folder(done, tmp_path):
     run, out = done
     found = found_in(run)

@@ -33,6 +33,7 @@ def test_every_arm_applies_to_the_gpt_but_those_that_it_has(shared_run):
     assert found.keys() == {"lr_usual", "beta2", "fp32", "bf16"}
 
 
+@pytest.mark.slow
 def test_the_usual_rate_is_that_of_the_optimizers_option(resnet):
     base = read_base(resnet, 10)
     typed = Arguments(base.arguments.options, [*base.arguments.overrides, "optimizer.lr=0.7"])
@@ -51,6 +52,7 @@ def test_a_resnet_has_no_attention(resnet):
         assert "because the model has no attention" in found[name]
 
 
+@pytest.mark.slow
 def test_a_run_without_checkpoints_can_be_repeated(resnet):
     # With checkpoint=off a resume is refused, so an arm turns checkpoints on.
     assert read_base(resnet, 10).saving(()) == ["checkpoint=default"]

@@ -116,6 +116,7 @@ def test_an_arm_stopped_by_a_signal_goes_on(shared_run, tmp_path, monkeypatch):
     assert losses(mine.folder) == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_an_arm_without_a_checkpoint_begins_at_its_start_again(shared_run, tmp_path):
     # A resume=auto without a checkpoint would begin at step 0.
     mine = arm_to(shared_run, tmp_path / "arm", 62)
@@ -167,6 +168,7 @@ def test_the_outcome_knows_which_batch_a_step_read(shared_run, tmp_path):
     assert max(read_outcome(mine.arm, mine.folder, START, 70).losses) == 69
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_skipped_step_does_not_count(shared_run, tmp_path):
     mine = arm_to(shared_run, tmp_path / "arm", 100, Arm("guard", ("guard=skip",)))
     ended([mine])

@@ -117,6 +117,7 @@ def on_a_card(run, change, **choices):
     return base
 
 
+@pytest.mark.slow
 def test_a_repetition_of_a_run_on_a_card_may_round_differently(run, tmp_path):
     origin = find_origin(EVERY, run, TROUBLE, None)
     base = on_a_card(run, lambda loss: loss * (1 + 1e-5))

@@ -208,6 +208,7 @@ CASES = pytest.mark.parametrize("kind", KINDS)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+@pytest.mark.slow(unless=lambda kind, dtype: dtype == ("fp32", "bf16")[[*KINDS].index(kind) % 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @CASES
 def test_no_gradient_that_the_gate_lets_through_breaks_a_proven_optimizer(kind, dtype):
