@@ -176,6 +176,7 @@ def test_weights_that_are_not_finite_are_refused(started, tmp_path):
         started(*SMALL, f"init_from={tmp_path / 'bad'}")
 
 
+@pytest.mark.slow
 def test_a_foreign_resnet_comes_with_its_statistics_and_a_new_head(started, tmp_path, capsys):
     torchvisions = resnet18(num_classes=7)
     for name, buffer in torchvisions.named_buffers():

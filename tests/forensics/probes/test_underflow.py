@@ -91,6 +91,7 @@ def test_an_alarm_leads_to_an_incident_and_to_the_same_bits_as_without_forensics
     assert f"replay {folder} 'precision.init_scale=65536'" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_with_the_named_fix_there_is_no_incident(tmp_path, model):
     overrides, place = MODELS[model]
@@ -110,6 +111,7 @@ def test_a_clean_run_is_not_looked_into_at_all(tmp_path, monkeypatch, model):
     assert not events(tmp_path, "alarm")
 
 
+@pytest.mark.slow
 def test_weights_and_buffers_of_the_repro_are_of_the_same_step(tmp_path, monkeypatch):
     """Both are from after the update: earlier BatchNorm statistics belong to other weights."""
     explain, seen = handler.investigate, []
