@@ -41,6 +41,7 @@ WITHOUT_TORCH = (
 """Rows of the table of refusals, one of each kind, that are refused before torch is loaded."""
 
 
+@pytest.mark.slow(unless=lambda typed: typed in [*WITHOUT_TORCH][::2])
 @pytest.mark.parametrize("typed", WITHOUT_TORCH)
 def test_a_mistake_is_one_message_without_loading_torch(tmp_path, no_torch, typed):
     done = command(*typed.split(), cwd=tmp_path, torch=False, PYTHONPATH=no_torch)
@@ -387,7 +388,7 @@ SAME = {
 
 
 @pytest.mark.beside(when=lambda case: case in ("a halted run", "a sweep"))
-@pytest.mark.slow(unless=lambda case: case in ("help", "a typing error", "no option", "a halted run"))
+@pytest.mark.slow(unless=lambda case: case in ("help", "a halted run"))
 @pytest.mark.parametrize("case", SAME)
 def test_the_installed_command_does_what_the_script_does(tmp_path, case):
     code, typed = SAME[case]

@@ -34,7 +34,7 @@ def called(folder, *overrides):
 
 
 @pytest.mark.beside
-@pytest.mark.slow(unless=lambda model: model == "gpt")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_of_forensics_runs_before_an_update_is_withheld(tmp_path, model):
     assert called(tmp_path / "clean", *MODELS[model]) == set()

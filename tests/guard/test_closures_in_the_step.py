@@ -129,6 +129,7 @@ def with_nan(data, at):
     return data
 
 
+@pytest.mark.slow(unless=lambda make, attach: (make is Ascends) != attach)
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.parametrize("make", [lbfgs(None), lbfgs("strong_wolfe"), Ascends], ids=["plain", "wolfe", "sam"])
 def test_healthy_steps_have_the_bits_of_the_loop_without_a_guard(tmp_path, make, attach):

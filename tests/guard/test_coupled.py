@@ -47,6 +47,7 @@ def test_guards_whose_steps_alternate_apply_a_spike_with_an_alarm(attached):
         assert not take_step(*each, factor=float("nan"), attached=attached)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupled", [False, True])
 def test_the_loss_of_a_coupled_guard_has_no_trend(coupled):
     """A loss that rises because the other network learns, as in a GAN."""

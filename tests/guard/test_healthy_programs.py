@@ -150,6 +150,7 @@ def heavy_tails(folder):
     return loop
 
 
+@pytest.mark.slow(unless=lambda program: program is critic)
 @pytest.mark.parametrize(
     ("program", "kind"),
     [

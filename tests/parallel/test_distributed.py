@@ -36,7 +36,7 @@ BOTH = {
 
 ESSENTIAL = (
     *("ddp/gpt", "auto/gpt"),
-    *("fsdp/uneven_accumulated", "ddp/numbers_accumulated"),
+    "fsdp/uneven_accumulated",
 )
 """Cases of the fast tier."""
 

@@ -19,7 +19,7 @@ from tests.reliability.preflight.score import checked
 QUICK = ("wrong_factor", "last_partial", "scaler_not_restored", "label_range", "near_range", "zero_gradient")
 """Kinds of the fast tier."""
 
-QUICK_CLEAN = ("mlp", "gpt", "FirstOverflows", "healthy/physics")
+QUICK_CLEAN = ("gpt", "FirstOverflows")
 """Clean programs of the fast tier."""
 
 WORDS = (

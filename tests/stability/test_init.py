@@ -129,6 +129,7 @@ def test_every_parameter_of_a_gpt_has_its_standard_deviation(
     assert seen == {True, False}
 
 
+@pytest.mark.slow(unless=lambda init: isinstance(init, NormalInit))
 @pytest.mark.parametrize(
     ("init", "std"), [(NormalInit(0.02), lambda _: 0.02), (FanInInit(), lambda w: w[0].numel() ** -0.5)], ids=name_of
 )

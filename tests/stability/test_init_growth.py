@@ -156,6 +156,7 @@ def shortcut(block: Any, x: Tensor) -> Tensor:
     return (x if block.downsample is None else block.downsample(x)).relu()
 
 
+@pytest.mark.slow(unless=lambda name: name == "cifar")
 @pytest.mark.parametrize("name", ["cifar", "torchvision18", "torchvision50", "nf"])
 def test_a_resnet_with_zeroed_branches_equals_its_shortcuts(name: str) -> None:
     model, inputs, seen = resnets()[name].eval(), images()[0], []
