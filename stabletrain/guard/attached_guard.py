@@ -155,7 +155,8 @@ class AttachedGuard(LoopGuard):
 
         Call it when the gradients are unscaled.
         """
-        self._recorder.unclipped = measure(summed_gradients(self._loop.parameters), [])[0]
+        parameters = self._loop.parameters
+        self._recorder.unclipped = measure(summed_gradients(parameters, gradients(parameters)), [])[0]
 
     def detach(self) -> None:
         """Undoes `attach`: the optimizer steps as it did before."""

@@ -5,6 +5,7 @@ gradients, and several devices, which a user's loop may have.
 """
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -130,18 +131,35 @@ class BareTensors(nn.Module):
         self._parameters.update({str(number): tensor for number, tensor in enumerate(tensors)})  # ty: ignore[no-matching-overload]
 
 
-def gradients(parameters: list[Tensor]) -> list[Tensor]:
+def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Returns the gradients as dense real tensors that share their memory; of a sharded one, this rank's shard."""
+    found = given(parameters)
+    if all(map(is_dense, found)):  # nearly always
+        return found
     return [dense(parameter) for parameter in parameters if parameter.grad is not None]
 
 
-def summed_gradients(parameters: list[Tensor]) -> list[Tensor]:
-    """Returns the same, but of a sparse gradient a copy in which the values of each place are summed up."""
-    return [
-        parameter.grad.coalesce().values() if parameter.grad.layout == torch.sparse_coo else dense(parameter)
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
+def summed_gradients(parameters: Sequence[Tensor], found: list[Tensor]) -> list[Tensor]:
+    """Returns `gradients`, but of a sparse one a copy in which the values of each place are summed up.
+
+    Args:
+        found: `gradients` of these parameters.
+    """
+    as_given = given(parameters)
+    if all(map(is_, as_given, found)):  # nearly always: none was sparse
+        return found
+    pairs = zip(as_given, found, strict=True)
+    return [each.coalesce().values() if each.layout == torch.sparse_coo else values for each, values in pairs]
+
+
+def given(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the gradients as they are."""
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+
+
+def is_dense(gradient: Tensor) -> bool:
+    """Returns whether a gradient is a dense real tensor as it is."""
+    return type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_complex()
 
 
 def dense(parameter: Tensor) -> Tensor:
@@ -159,6 +177,8 @@ def dense(parameter: Tensor) -> Tensor:
 
 def by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     """Groups tensors by device, in order."""
+    if len({*map(Tensor.get_device, tensors)}) == 1:  # nearly always
+        return {tensors[0].device: tensors}
     groups: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)

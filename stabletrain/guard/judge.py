@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of, note_masks
-from stabletrain.guard.gradients import gradients, measure, multiply_, summed_gradients
+from stabletrain.guard.gradients import given, gradients, measure, multiply_, summed_gradients
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.in_flight import InFlight
 from stabletrain.parallel.single import SingleProcess
@@ -79,23 +78,23 @@ class Judge:
         # Undo the loss scale first, so that norms and limits mean the same in every precision. Measure before clipping:
         # clipping would turn every gradient into NaN if one of them is.
         self.precision.unscale_(found)
-        norms, buffer_norm = measure(summed_gradients(parameters), buffers_of(self._model).judged)
+        norms, buffer_norm = measure(summed_gradients(parameters, found), buffers_of(self._model).judged)
         norms = norms if unclipped is None else unclipped(norms)
-        sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
+        if self._parallel.ranks.distributed:
+            norms = replace(norms, sharded=[hasattr(each, "to_local") for each in given(parameters)])
         # Judge with the numbers of all ranks, as the trainer does.
-        terms, norms = LossTerms(loss.float()), replace(norms, sharded=sharded)
+        terms = LossTerms(loss.float())
         unproven = float(bool(self._policy.update_check.why(self._optimizer)))
         checks = StepChecks(0.0, 0.0, buffer_norm, changed, recheck, unproven=unproven)
         gated = close_gate(terms, norms, checks, self._parallel, self.precision, self._policy.gate)
-        # Clip whether or not the gate is open: the host does not know yet.
-        clipped = Clipped(1.0)
-        if self._clip is not None:
-            clipped = Clipped(self._clip.factor(gated.norms))
-            multiply_(found, torch.as_tensor(clipped.coef))
+        factor = None if self._clip is None else self._clip.factor(gated.norms)
         # The learning rate of this step's update: lower for some steps after a rollback.
         lr = float(self._optimizer.param_groups[0].get("lr", 0.0)) * self._policy.lr_multiplier(step - 1)
         # Wait for the numbers.
-        numbers = gated.numbers(step, clipped, loss_scale=loss_scale, lr=lr, withheld=~gated.gate)
-        reading = InFlight(numbers).wait()
+        clipped = Clipped(1.0 if factor is None else factor)
+        reading = InFlight(gated.numbers(step, clipped, loss_scale=loss_scale, lr=lr, withheld=~gated.gate)).wait()
         self.unproven = bool(gated.checks.unproven)
+        # Clip. A factor of 1, as of most steps, would change no bit.
+        if factor is not None and reading.clip_coef != 1:
+            multiply_(found, factor)
         return reading

@@ -145,7 +145,8 @@ class Rerun:
             found = gradients(self.parameters)
             if scale != 1.0 and found:
                 torch._foreach_div_(found, scale)
-            norm = float(measure(summed_gradients(self.parameters), [])[0].total) if found else float("nan")
+            summed = summed_gradients(self.parameters, found)
+            norm = float(measure(summed, [])[0].total) if found else float("nan")
             each = [parameter.grad for parameter in self.parameters]
         return RerunResult(float(total(losses).float()), norm, each)
 
