@@ -189,13 +189,20 @@ class AttachedGuard(LoopGuard):
         loss = known if known is not None else torch.zeros(()) if loss is None else loss
         begun.losses = [loss.detach().to(loop.device)]
         unclipped, changed = recorder.norms_before_clipping, loop.state_changed(begun)
-        reading = loop.judge(loop.steps + 1, begun.loss, loop.parameters, unclipped=unclipped, changed=changed)
+        reading = loop.judge(
+            loop.steps + 1,
+            begun.loss,
+            loop.parameters,
+            unclipped=unclipped,
+            changed=changed,
+            lengths=loop.states.lengths,
+        )
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
         # The backward pass gives new tensors: without clipping nothing has written to them since.
         if spread and all(each._version and not bool(each.isfinite().any()) for each in found):
             self._tracker.note(CLIPPED_NAN)
         # The loop applies the update in `_loops_update`, which also ends the step; a held step ends here.
-        reading = self._count(reading)
+        self._count(reading)
         if not reading.applied:
             self._end(begun, reading)
             return False
@@ -212,7 +219,7 @@ class AttachedGuard(LoopGuard):
         loop, (begun, reading) = self._loop, pending
         lengths = loop.policy.lengths
         before, kept = lengths.before(loop.model), loop.copies()
-        with begun.given_up_on_error(), loop.forecast.measuring(), loop.update(kept):
+        with begun, loop.forecast.measuring(), loop.update(kept):
             yield
         if loop.keep_or_undo(kept):
             loop.states.lengths = [*lengths.after(before, loop.parallel.all_reduce_sum).values()]

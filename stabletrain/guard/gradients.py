@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.written import needs_closure
+from stabletrain.model_tensors import tensors_of
 from stabletrain.monitors.tensor_norms import lengths, measure_all
 from stabletrain.records import GradNorms, Number
 from stabletrain.several_optimizers import SeveralOptimizers, optimizers_of
@@ -65,12 +66,14 @@ class TrainedParameters:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
+        self._tensors = tensors_of(model)
         self.found = trained_parameters(model, optimizer)
-        self._groups, self._without_gradient = held_by(optimizer), 0
+        self._groups, self._present = held_by(optimizer), self._tensors.parameters
         self._first_ids = {id(parameter) for parameter in model.parameters()}
 
     def find(self) -> bool:
         """Finds them again, if the optimizer holds others than before; returns whether it does."""
+        self._tensors.find()
         if (groups := held_by(self._optimizer)) == self._groups:
             return False
         self.found, self._groups = trained_parameters(self._model, self._optimizer), groups
@@ -78,12 +81,14 @@ class TrainedParameters:
 
     def replaced(self) -> list[str]:
         """Returns, once, the names of parameters that have replaced trained ones: the optimizer never updates them."""
-        without_gradient = sum(parameter.grad is None for parameter in self.found)
-        if without_gradient == self._without_gradient:  # as in the step before
+        if self._tensors.parameters is self._present:  # as in the step before
             return []
-        self._without_gradient = without_gradient
-        present = {id(parameter) for parameter in self._model.parameters()}
-        if all(id(parameter) in present for parameter in self.found):
+        present = {id(parameter) for parameter in self._tensors.parameters}
+        gone = [parameter for parameter in self.found if id(parameter) not in present]
+        if any(parameter.grad is not None for parameter in gone):  # FSDP's shards, while the weights are gathered
+            return []
+        self._present = self._tensors.parameters
+        if not gone:
             return []
         named, known = self._model.named_parameters(), self._first_ids.union(*self._groups)
         return [name for name, each in named if each.requires_grad and id(each) not in known]

@@ -170,7 +170,7 @@ class Guard(LoopGuard):
             if any(guard_of(each) is not self for each in optimizers_of(self._loop.optimizer)):
                 raise ConfigError("a newer Guard was made for this optimizer: use one guard for each optimizer")
             begun = self._loop.begin()
-        with begun.given_up_on_error():
+        with begun:
             # Keep the closure with its batch: if the step is held, they run again.
             micro_batch = MicroBatch(closure, in_new_containers(batch))
             if self._loop.policy.keeps and not micro_batch.takes_batch:
@@ -182,12 +182,10 @@ class Guard(LoopGuard):
             if first and any(parameter.grad is not None for parameter in self._loop.parameters):
                 raise ConfigError("the closure called .backward(): return the loss, and the guard differentiates it")
             self._loop.precision.scale(loss).backward()
-        self._begun = begun
+        self._begun, loss = begun, loss.detach()
         begun.micro_batches.append(micro_batch)
-        begun.losses.append(loss.detach())
-        if isinstance(value, tuple):
-            return (loss.detach(), *map_tensors(Tensor.detach, value[1:]))
-        return loss.detach()
+        begun.losses.append(loss)
+        return (loss, *map_tensors(Tensor.detach, value[1:])) if isinstance(value, tuple) else loss
 
     def _run(self, micro_batch: MicroBatch, begun: BegunStep) -> Any:
         """Runs a closure. If it raises an error, logs the first non-finite values before it, a likely reason."""
@@ -219,15 +217,18 @@ class Guard(LoopGuard):
         if begun is None:
             raise ConfigError("guard.update() was called without guard.backward() before it")
         loop, loss = self._loop, begun.loss
-        with begun.given_up_on_error():
+        with begun:
             if all(parameter.grad is None for parameter in loop.parameters):
                 raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
             # Check the machine before the numbers are used: has memory changed since the last update, and does this
             # step's gradient come out with the same bits a second time?
             changed, recheck = loop.state_changed(begun), self._recheck(begun)
             # Judge on the unscaled, unclipped gradients; this waits for the device. Then update, if the gate is open.
-            reading = loop.judge(loop.steps + 1, loss, loop.parameters, changed=changed, recheck=recheck)
-            reading = loop.apply(begun, self._count(reading))
+            reading = loop.judge(
+                loop.steps + 1, loss, loop.parameters, changed=changed, recheck=recheck, lengths=loop.states.lengths
+            )
+            self._count(reading)
+            reading = loop.apply(begun, reading)
         # Follow the policy's verdict on the step.
         try:
             self._follow(begun, reading)

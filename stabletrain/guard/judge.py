@@ -1,6 +1,6 @@
 """Measures a step of a loop, judges it as `step.py` does, and clips: all numbers of a step, with one host read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ class Judge:
         unclipped: Callable[[GradNorms], GradNorms] | None = None,
         changed: Number = 0.0,
         recheck: Number = 0.0,
+        lengths: Sequence[Tensor] = (),
     ) -> Reading:
         """Unscales, measures, judges and clips the gradients; returns the step's numbers.
 
@@ -72,6 +73,7 @@ class Judge:
             parameters: those that the optimizer updates; at least one has a gradient.
             changed: 1 if the state has changed since the last update, else 0.
             recheck: how far the gradients differ from a second computation.
+            lengths: of the update before, and of the weights after it, for the reading; empty if not measured.
             unclipped: returns the norms from before the loop itself clipped; None if it does not.
         """
         found, loss_scale = gradients(parameters), self.precision.loss_scale()
@@ -92,7 +94,9 @@ class Judge:
         lr = float(self._optimizer.param_groups[0].get("lr", 0.0)) * self._policy.lr_multiplier(step - 1)
         # Wait for the numbers.
         clipped = Clipped(1.0 if factor is None else factor)
-        reading = InFlight(gated.numbers(step, clipped, loss_scale=loss_scale, lr=lr, withheld=~gated.gate)).wait()
+        lengths = [each.to(gated.gate.device) for each in lengths]
+        others = {"loss_scale": loss_scale, "lr": lr, **dict(zip(("update", "weights"), lengths, strict=False))}
+        reading = InFlight(gated.numbers(step, clipped, withheld=~gated.gate, **others)).wait()
         self.unproven = bool(gated.checks.unproven)
         # Clip. A factor of 1, as of most steps, would change no bit.
         if factor is not None and reading.clip_coef != 1:

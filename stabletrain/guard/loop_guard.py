@@ -274,18 +274,14 @@ class LoopGuard:
 
     # ---- a step
 
-    def _count(self, reading: Reading) -> Reading:
-        """Counts the step; returns its reading with the lengths of the update before it."""
+    def _count(self, reading: Reading) -> None:
+        """Counts the step."""
         loop = self._loop
-        if loop.states.lengths:  # they are on the host when this step's reading is
-            update, weights = torch.stack(loop.states.lengths).tolist()
-            reading = reading._replace(update=update, weights=weights)
         # Everything that is due every so many steps follows the guard's own count: the loop's may repeat or go back.
         self._shown_step = reading.step if self._next_shown_step is None else self._next_shown_step
         self._next_shown_step = None
         self._note_other_guards()
         loop.steps = reading.step
-        return reading
 
     def _note_other_guards(self) -> None:
         """Couples the guard if another one has taken steps between two of its own (`policy/high_norms.py`)."""
@@ -304,7 +300,8 @@ class LoopGuard:
         # A held step changes nothing: its buffers are restored first.
         if not reading.applied:
             loop.hold(begun, reading)
-        self.last, self.rolled_back = reading._replace(step=self._shown_step), 0
+        shown = self._shown_step
+        self.last, self.rolled_back = reading if reading.step == shown else reading._replace(step=shown), 0
         # The verdict, after an investigation of a held step while its batch, gradients and generators are there.
         step = LoopStep(loop, begun, reading, self._shown_step, self._tracker, self._incidents)
         verdict = settle(step)

@@ -51,12 +51,12 @@ def takes_nothing(closure: Callable[..., Any]) -> bool:
 
 def argument_count(closure: Callable[..., Any]) -> int | None:
     """Returns the number of arguments in the usual case, without the cost of a signature; None in any other."""
-    code = getattr(closure, "__code__", None)
-    if code is None or hasattr(closure, "__wrapped__") or inspect.ismethod(closure):
+    code = getattr(closure, "__code__", None)  # a method has that of its function
+    if code is None or hasattr(closure, "__wrapped__"):
         return None
     if getattr(closure, "__defaults__", None) or code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS:
         return None
-    return code.co_argcount
+    return code.co_argcount - inspect.ismethod(closure)
 
 
 def takes(closure: Callable[..., Any], count: int) -> bool:

@@ -23,6 +23,7 @@ from stabletrain.guard.checks.copies import Copies
 from stabletrain.guard.checks.repeats import NO_REPEAT, NoRepeat
 from stabletrain.guard.checks.written import needs_closure, note_start
 from stabletrain.guard.evaluations import Evaluations
+from stabletrain.guard.generators import GeneratorStates
 from stabletrain.guard.gradients import BareTensors, TrainedParameters, as_one
 from stabletrain.guard.judge import Judge
 from stabletrain.guard.loop_forecast import forecast_of_loop
@@ -31,7 +32,7 @@ from stabletrain.guard.loop_states import Loader, LoopStates, NoStates
 from stabletrain.guard.micro_batch import MicroBatch, loss_of
 from stabletrain.guard.options import check_closure_options, make_precision
 from stabletrain.guard.policy import RollbackGuard, SkipGuard
-from stabletrain.guard.rerun import BegunStep, Generators, Rerun, total
+from stabletrain.guard.rerun import BegunStep, Rerun, total
 from stabletrain.guard.subject import compiled_frames
 from stabletrain.parallel.loop import innermost
 from stabletrain.parallel.single import SingleProcess
@@ -150,6 +151,7 @@ class OwnLoop:
         self.last_applied: list[MicroBatch] = []
         self.best_loss, self.updating, self._start_noted = math.inf, False, False
         self.frames = compiled_frames()
+        self._generators = GeneratorStates(self.device)
         self.loads = LoadListener()
         self.loads.listen(self.model, self.optimizer)
 
@@ -178,7 +180,7 @@ class OwnLoop:
         if self.runs_closures:
             self.optimizer.zero_grad(set_to_none=True)
         # A held step restores the buffers, such as batch norm's statistics; a rerun draws the same random numbers.
-        return BegunStep(Generators.now(self.device), buffers_of(self.model).save())
+        return BegunStep(self._generators.now(), buffers_of(self.model).save())
 
     def state_replaced(self) -> None:
         """Discards checksums and snapshots, because the loop itself has changed weights, moments or buffers."""
@@ -218,7 +220,7 @@ class OwnLoop:
         self.precision.update(overflow=False, applied=True)
         # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.
         self.states.lengths = [*lengths.after(before, self.parallel.all_reduce_sum).values()]
-        return reading._replace(recheck_update=float(difference))
+        return reading if repeat is NO_REPEAT else reading._replace(recheck_update=float(difference))
 
     def _repeat_of_update(self) -> NoRepeat:
         """Returns what repeats the update of one tensor, if that is due."""
@@ -328,7 +330,7 @@ class OwnLoop:
         If the update was wrong, it is applied again. Otherwise the closures run twice more, and the gradients of both
         runs must have the same bits.
         """
-        with begun.given_up_on_error():
+        with begun:
             if reading.bad_update:
                 if begun.after_forward is not None:
                     begun.after_forward.put_back()
@@ -341,7 +343,7 @@ class OwnLoop:
 
     def take_without(self, begun: BegunStep, reading: Reading, micro_batches: list[MicroBatch]) -> Reading:
         """Takes a held step again with the micro-batches that are left of it; returns its numbers."""
-        with begun.given_up_on_error():
+        with begun:
             begun.micro_batches = micro_batches
             self.policy.recheck.forget()  # its comparison is of the first try
             self._compute_again(begun)

@@ -78,14 +78,12 @@ class BegunStep:
         dtype = self.autocast
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.generators.device.type, dtype)
 
-    @contextlib.contextmanager
-    def given_up_on_error(self) -> Generator[None]:
-        """A context in which an error ends the step: the buffers, such as batch norm's statistics, are restored."""
-        try:
-            yield
-        except BaseException:
+    def __enter__(self) -> None:
+        """Begins a context in which an error ends the step: the buffers, as batch norm's statistics, are restored."""
+
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        if error is not None:
             self.buffers.put_back()
-            raise
 
 
 @dataclass(frozen=True)
