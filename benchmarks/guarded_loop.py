@@ -20,6 +20,7 @@ class GuardedLoop(BareLoop):
 
     Args:
         folder: for incidents.
+        checked: whether each update is checked, as that of an optimizer that is not proven to stay finite.
         options: of the guard.
     """
 
@@ -31,9 +32,12 @@ class GuardedLoop(BareLoop):
         *,
         bf16: bool,
         folder: Path,
+        checked: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, batches, optimizer, bf16=bf16)
+        if checked:
+            optimizer.register_step_pre_hook(lambda *_: None)  # as far as the guard knows, it may write weights
         self.guard = Guard(model, optimizer, folder=folder, max_norm=1.0, **options)
 
     def __call__(self) -> None:

@@ -24,7 +24,8 @@ class GeneratorStates:
         self._device = device
         self._source: Any = None  # NumPy's bit generator, and where it keeps its state
         self._address = 0
-        self._words, self._numpy = b"", np.random.get_state()
+        self._words = b""
+        self._numpy: Any = np.random.get_state()
 
     def now(self) -> Generators:
         """Returns what `Generators.now` returns."""
@@ -34,7 +35,7 @@ class GeneratorStates:
         return Generators(torch.get_rng_state(), card, self._of_numpy(), random.getstate(), device)
 
     def _of_numpy(self) -> Any:
-        source = np.random.get_bit_generator()
+        source = np.random.get_bit_generator()  # ty: ignore[missing-attribute]
         if type(source) is not np.random.MT19937:
             return np.random.get_state()
         if source is not self._source:

@@ -95,8 +95,11 @@ class Judge:
         # Wait for the numbers.
         clipped = Clipped(1.0 if factor is None else factor)
         lengths = [each.to(gated.gate.device) for each in lengths]
-        others = {"loss_scale": loss_scale, "lr": lr, **dict(zip(("update", "weights"), lengths, strict=False))}
-        reading = InFlight(gated.numbers(step, clipped, withheld=~gated.gate, **others)).wait()
+        update, weights = lengths or (0.0, 0.0)
+        numbers = gated.numbers(
+            step, clipped, loss_scale=loss_scale, lr=lr, withheld=~gated.gate, update=update, weights=weights
+        )
+        reading = InFlight(numbers).wait()
         self.unproven = bool(gated.checks.unproven)
         # Clip. A factor of 1, as of most steps, would change no bit.
         if factor is not None and reading.clip_coef != 1:
