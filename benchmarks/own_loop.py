@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/own_loop.py --clock cpu                     on a machine shared with others
 
 The plain loop is bare.py. The guarded one is the same loop with `guard.step` in place of backward, clipping and update,
-once with `Guard(max_norm=1.0)`, once with `rollback=True` as well, and once (`checked`) with each update checked, as that
-of an optimizer that is not proven to stay finite. `attached` is the plain loop itself, with `Guard.attach`; with
+once with `Guard(max_norm=1.0)`, once with `rollback=True` as well, and once (`checked`) with each update checked, as
+that of an optimizer that is not proven to stay finite. `attached` is the plain loop itself, with `Guard.attach`; with
 `--traced` also while every step is traced. The last rows are of a model of one layer, whose step takes 0.1 ms: what the
 guard adds to a step is then its fixed cost on the host. Own time is measured as in own_time.py: what lies
 outside forward, backward and the optimizer, minus the same of the plain loop, over the plain step. `overhead.py

@@ -20,6 +20,9 @@ from stabletrain.stability.optimizers.closed import note_largest_weight
 NOT_WRITTEN = ("defaults", "_step_supports_amp_scaling", "grad_scale", "found_inf")
 """Attributes that an optimizer's step does not write, besides its hooks."""
 
+LEAVES = frozenset((Tensor, nn.Parameter, float, int, bool, str, type(None)))
+"""Types that are no containers: nearly all that an optimizer holds, so that a walk through it passes over them."""
+
 GIVEN_TO_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(())], lr=0.0)))
 """Attributes that PyTorch gives to every optimizer."""
 
@@ -68,7 +71,8 @@ def containers(value: Any, seen: set[int], in_state: bool = False) -> Generator[
     seen.add(id(value))
     yield value, held
     for each in [*held.keys(), *held.values()] if isinstance(held, dict) else held:
-        yield from containers(each, seen, in_state or (isinstance(value, Optimizer) and each is value.state))
+        if type(each) not in LEAVES:
+            yield from containers(each, seen, in_state or (isinstance(value, Optimizer) and each is value.state))
 
 
 def tensors_in(held: dict[Any, Any] | list[Any]) -> Iterator[Tensor]:
