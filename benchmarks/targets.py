@@ -101,7 +101,7 @@ TARGETS = {
     "recovery/diagnosis": Target("a diagnosis, steps", 30, True),
     "growth/opening": Target("opening 10^9 tokens, s", 0.1, True),
     "growth/step": Target("a step of gpt_nano on 10^9 tokens over one on 10^6", 1.02, True),
-    "start/first_step": Target("`python train.py` without compile, to the first step, s", 8, True),
+    "start/first_step": Target("`python train.py` without compile, to the first step, s", 5, True),
     "start/help": Target("`--help`, s", 2, True),
     "start/error": Target("an error of the configuration, s", 2, True),
 }

@@ -137,12 +137,14 @@ class Batch:
         inputs, targets = self.inputs, self.targets
         if inputs.device.type != "cpu" or targets.device.type != "cpu":
             return self
-        known = targets if targets.is_floating_point() else targets[targets != IGNORE_INDEX]
+        target_range = range_of(targets, targets)
+        if target_range is not None and target_range.low < 0 and not targets.is_floating_point():
+            target_range = range_of(targets, targets[targets != IGNORE_INDEX])
         return replace(
             self,
             # inputs that a transform will change say nothing about those that the model gets
             input_range=range_of(inputs, inputs) if self.transform is None else None,
-            target_range=range_of(targets, known),
+            target_range=target_range,
         )
 
     def holding(self, inputs: Tensor, targets: Tensor, **others: Any) -> Batch:
