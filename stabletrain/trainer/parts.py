@@ -387,5 +387,7 @@ def warm_up_compiled(
 def left_uncompiled(why: str, must: str) -> tuple[Mapping[str, Any], str]:
     """Returns the facts and the line for a model that stays uncompiled; raises ConfigError if `must` is set."""
     if must:
-        raise ConfigError(f"compile={must}: the model cannot be compiled here ({why}): use compile=auto or compile=false")
+        raise ConfigError(
+            f"compile={must}: the model cannot be compiled here ({why}): use compile=auto or compile=false"
+        )
     return {"compiled": False}, f"compile  off: {why}; training continues uncompiled (compile=false skips this attempt)"
