@@ -3,10 +3,9 @@
     update  = |w_after - w_before|       L2 norms over every `stride`-th element
     weights = |w_after|
 
-Times `factor`, the root of `stride`, they are about those of the whole model. Measuring costs one copy of the sample
-and a pass over it and the copy of the step before: three kernels whatever the model's size, and one more where the
-weights were written since that step, as after a rollback. The sample has at least one element of each parameter. It is
-the same in every step, so that the numbers of two steps can be compared. Nothing here waits for the device.
+Times `factor`, the root of `stride`, they are about those of the whole model. Measuring costs two copies of the sample
+and one pass over both: four kernels whatever the model's size. The sample has at least one element of each parameter,
+and is the same in every step, so that the numbers of two steps can be compared. Nothing here waits for the device.
 """
 
 import functools
@@ -51,40 +50,29 @@ class Lengths(NoLengths):
     def __init__(self) -> None:
         self._trained: tuple[nn.Parameter, ...] | None = None
         self._views: list[Tensor] = []
-        self._rows: list[list[Tensor]] = []  # two pairs of an update and the sample after it, written in turns
-        self._places: list[Tensor] = []
+        self._both = self._earlier = self._now = torch.empty(0)  # room for two copies of the sample
         self._sharded = False
-        self._sample: Tensor | None = None  # as the last step left it
-        self._versions: list[int] = []
 
     def before(self, model: nn.Module) -> Tensor:
-        """Returns a copy of the sample."""
+        """Returns a copy of the sample, which `after` overwrites.
+
+        It is taken anew in each step: not the optimizer alone writes weights, and what others wrote is no update.
+        """
         trained = tensors_of(model, look=False).trained  # the step has just looked
         if trained is not self._trained:
             self._choose(trained)
-        if self._sample is None or self._written() != self._versions:
-            self._sample = torch.cat(self._views, out=self._rows[0][1])
-        return self._sample
+        return torch.cat(self._views, out=self._earlier)
 
     def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Returns `update` and `weights`."""
-        assert before is not None
-        self._places.reverse()
-        self._rows.reverse()
-        moved, now = self._rows[0]
-        torch.cat(self._views, out=now)
-        torch.sub(now, before, out=moved)
-        numbers = torch.linalg.vector_norm(self._places[0], dim=1).float()
+        assert before is self._earlier
+        torch.cat(self._views, out=self._now)
+        self._earlier.sub_(self._now)
+        numbers = torch.linalg.vector_norm(self._both, dim=1).float()
         if self._sharded:
             numbers = sum_over_ranks(numbers.square()).sqrt()
-        # A shard's version does not count writes to the sharded tensor.
-        self._sample, self._versions = None if self._sharded else now, self._written()
         update, weights = numbers.unbind()
         return {"update": update, "weights": weights}
-
-    def _written(self) -> list[int]:
-        """Returns how often each sampled tensor was written."""
-        return [view._version for view in self._views]
 
     def _choose(self, trained: tuple[nn.Parameter, ...]) -> None:
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained)
@@ -93,10 +81,10 @@ class Lengths(NoLengths):
         self._views = [sample(parameter, stride) for parameter in trained]
         dtype = functools.reduce(torch.promote_types, (view.dtype for view in self._views), torch.float32)
         shape = (2, sum(view.numel() for view in self._views))
-        self._places = [self._views[0].new_empty(shape, dtype=dtype) for _ in range(2)]
-        self._rows = [[*place.unbind()] for place in self._places]
+        self._both = self._views[0].new_empty(shape, dtype=dtype)
+        self._earlier, self._now = self._both.unbind()
         self.factor = stride**0.5
-        self._trained, self._sample = trained, None
+        self._trained = trained
 
 
 def sample(parameter: Any, stride: int) -> Tensor:

@@ -89,7 +89,7 @@ def run(node: Any, arrived: Mapping[int, Tensor]) -> list[tuple[Any, int, Tensor
 def as_expected(node: Any, place: int, gradient: Tensor) -> Tensor:
     """Returns the gradient with the shape and dtype that a node expects."""
     meta = node._input_metadata[place]
-    same = gradient.shape == meta.shape  # `sum_to_size` would run a sum for a single number
+    same = [*gradient.shape] == [*meta.shape]  # `sum_to_size` would run a sum for a single number
     return (gradient if same else gradient.sum_to_size(meta.shape)).to(meta.dtype)
 
 
