@@ -199,6 +199,12 @@ def constants_of(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in named if tensor is not None]
 
 
+def names_of_constants(model: nn.Module) -> set[str]:
+    """Returns the names of a model's buffers that nothing ever writes, by their modules' promise."""
+    constant = {id(each) for module in model.modules() for each in constants_of(module)}
+    return {name for name, each in model.named_buffers() if id(each) in constant}
+
+
 MASK_THRESHOLD = 1e18
 """A buffer with a larger value before the first step is a mask: the square of its norm would overflow fp32."""
 

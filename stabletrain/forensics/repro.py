@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stabletrain.buffers import names_of_constants
 from stabletrain.checkpoint.tree import Tree, unflatten
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.rerun import copy_of_model, is_compiled, is_scaled, with_loss_scale
@@ -182,7 +183,12 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     state, kept = tensors_of(folder, STATE, found), tensors_of(folder, BATCH, found)
     put_(dict(model.named_parameters()), state["parameters"], folder, strict)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    put_(buffers, state["buffers"], folder, strict)
+    # A constant follows from the model's options: its table may have another layout than when this was recorded.
+    constant = names_of_constants(model)
+    written, recorded = (
+        {name: each for name, each in of.items() if name not in constant} for of in (buffers, state["buffers"])
+    )
+    put_(written, recorded, folder, strict)
     try:
         laid_out = {name: kept[name].permute(inverse_permutation(order)) for name, order in found["order"].items()}
         batch = Batch(laid_out["inputs"], laid_out["targets"], laid_out.get("ids"), found["sources"])

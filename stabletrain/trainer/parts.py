@@ -223,7 +223,7 @@ class RunParts:
         options, process = self.options, self.process
         # Use the last step's batch: with data.length_warmup, earlier batches may be shorter than the final shape.
         batch = self.data.load(options.steps - 1).to(process.device).split(options.grad_accum_steps)[0]
-        must, any_rank = "" if options.compile == "auto" else str(options.compile).lower(), process.parallel.any_rank
+        must, any_rank = options.compile in (True, "graph"), process.parallel.any_rank
         facts, told = warm_up_compiled(self.trained.state, batch, self.tools, must=must, any_rank=any_rank)
         self.run_folder.learn(facts)
         self.tracker.note(told)
@@ -347,14 +347,14 @@ def choose_host_memory(process: Process, state: TrainState, guard: NoGuard, chec
 
 
 def warm_up_compiled(
-    state: TrainState, batch: Batch, tools: Tools, *, must: str, any_rank: Callable[[bool], bool]
+    state: TrainState, batch: Batch, tools: Tools, *, must: bool, any_rank: Callable[[bool], bool]
 ) -> tuple[Mapping[str, Any], str]:
     """Compiles the model for micro-batches of this shape, if possible.
 
     Args:
         state: its model is compiled in place; nothing else changes.
         batch: a micro-batch on the model's device.
-        must: the value of `compile` that demands it; empty if it may be left out.
+        must: raise an error if the model cannot be compiled.
         any_rank: returns whether its argument is true on any rank.
 
     Returns:
@@ -384,10 +384,8 @@ def warm_up_compiled(
     return left_uncompiled(why, must)
 
 
-def left_uncompiled(why: str, must: str) -> tuple[Mapping[str, Any], str]:
+def left_uncompiled(why: str, must: bool) -> tuple[Mapping[str, Any], str]:
     """Returns the facts and the line for a model that stays uncompiled; raises ConfigError if `must` is set."""
     if must:
-        raise ConfigError(
-            f"compile={must}: the model cannot be compiled here ({why}): use compile=auto or compile=false"
-        )
+        raise ConfigError(f"compile=true: the model cannot be compiled here ({why}): use compile=auto or compile=false")
     return {"compiled": False}, f"compile  off: {why}; training continues uncompiled (compile=false skips this attempt)"

@@ -87,7 +87,7 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
         job = ruined(made(folder, *chosen), how)
         get = job.data.batches.get
         job.data.batches.get = lambda step: marked(get(step), [2]) if step in bad_steps else get(step)
-        judge, compute_ = stabletrain.trainer.loop.judge_step, stabletrain.trainer.loop.compute
+        judge, compute_ = stabletrain.trainer.loop.judge_step, stabletrain.trainer.step_graph.compute
 
         def remembering(state, batches, tools):
             computed = compute_(state, batches, tools)
@@ -110,7 +110,7 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
         tree = to_host(capture(job.state, job.saved.parts))
         with monkeypatch.context() as patch:
             if explained:
-                patch.setattr(stabletrain.trainer.loop, "compute", remembering)
+                patch.setattr(stabletrain.trainer.step_graph, "compute", remembering)
                 patch.setattr(stabletrain.trainer.loop, "judge_step", explaining)
             train(job)
         return everything(job)

@@ -58,7 +58,7 @@ def tried(monkeypatch):
     return tried
 
 
-def warmed_up(tools, batch, must=""):
+def warmed_up(tools, batch, must=False):
     """A linear model after its trial, and what came of it."""
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_compiled_trains_uncompiled_unless_it_must_be(too
     with pytest.raises(
         ConfigError, match=r"compile=true: the model cannot be compiled here \(no compiler\): use compile="
     ):
-        warmed_up(tools, BATCH, must="true")
+        warmed_up(tools, BATCH, must=True)
 
 
 def test_on_an_empty_batch_nothing_is_tried(tools, tried):
@@ -98,7 +98,7 @@ def test_on_an_empty_batch_nothing_is_tried(tools, tried):
     empty = Batch(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64))
     assert warmed_up(tools, empty)[1][0] == {"compiled": False}
     with pytest.raises(ConfigError, match="the trial batch is empty"):
-        warmed_up(tools, empty, must="true")
+        warmed_up(tools, empty, must=True)
     assert not found
 
 

@@ -16,7 +16,7 @@ from stabletrain.beside.whatif.outcome import StartFacts, is_over, read_outcome
 from stabletrain.beside.whatif.rounds import run_arms
 from stabletrain.errors import Interrupted
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.trainer import loop
+from stabletrain.trainer import step_graph
 
 SLOWER = Arm("lr_half", ("optimizer.lr=0.0015",))
 START = StartFacts(60, 60, 0.0, [])
@@ -51,14 +51,14 @@ def test_an_arm_is_the_resume_that_can_be_typed(shared_run, tmp_path, monkeypatc
     mine = arm_to(shared_run, tmp_path / "arm", 66)
     assert ended([mine]) == [mine]
     typed = ["log_every=1", *SLOWER.overrides, f"hydra.run.dir={tmp_path / 'typed'}"]
-    compute = loop.compute
+    compute = step_graph.compute
 
     def until_67(state, *rest):
         if state.step == 67:
             raise KeyboardInterrupt
         return compute(state, *rest)
 
-    monkeypatch.setattr(loop, "compute", until_67)
+    monkeypatch.setattr(step_graph, "compute", until_67)
     with pytest.raises(KeyboardInterrupt):
         stabletrain.train([f"resume={mine.start}", *typed])
     whole = losses(tmp_path / "typed")

@@ -8,7 +8,7 @@ import pytest
 import stabletrain
 from stabletrain.cli.commands import main
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.trainer import loop
+from stabletrain.trainer import step_graph
 from tests.once import once
 
 TYPED = ["--arms", "lr_fifth_brief,skip", "--past", "16", "--steps", "0", "--best", "3", "--seeds", "2"]
@@ -36,14 +36,14 @@ def losses(folder):
 
 @pytest.mark.slow
 def test_an_arm_of_another_seed_is_the_resume_with_that_seed(done, tmp_path, monkeypatch):
-    start, compute = done / "start" / "checkpoints" / "step-00000020", loop.compute
+    start, compute = done / "start" / "checkpoints" / "step-00000020", step_graph.compute
 
     def until_43(state, *rest):
         if state.step == 43:
             raise KeyboardInterrupt
         return compute(state, *rest)
 
-    monkeypatch.setattr(loop, "compute", until_43)
+    monkeypatch.setattr(step_graph, "compute", until_43)
     typed = [f"resume={start}", "seed=1", "steps=160", "log_every=1", f"hydra.run.dir={tmp_path / 'typed'}"]
     with pytest.raises(KeyboardInterrupt):
         stabletrain.train(typed)
