@@ -9,7 +9,7 @@ and is the same in every step, so that the numbers of two steps can be compared.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Lengths(NoLengths):
     """Measures updates and weights of a model's trained parameters; of sharded ones, the shards of all ranks."""
 
     def __init__(self) -> None:
-        self._trained: tuple[nn.Parameter, ...] | None = None
+        self._trained: Sequence[Tensor] | None = None
         self._views: list[Tensor] = []
         self._both = self._earlier = self._now = torch.empty(0)  # room for two copies of the sample
         self._sharded = False
@@ -74,7 +74,7 @@ class Lengths(NoLengths):
         update, weights = numbers.unbind()
         return {"update": update, "weights": weights}
 
-    def _choose(self, trained: tuple[nn.Parameter, ...]) -> None:
+    def _choose(self, trained: Sequence[Tensor]) -> None:
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained)
         # An odd stride, because matrices have even widths: the sample must not lie in a few columns.
         stride = (sum(parameter.numel() for parameter in trained) // SAMPLED) | 1

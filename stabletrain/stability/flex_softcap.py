@@ -21,13 +21,14 @@ def attend(
     """Computes causal attention with capped scores, in the dtype of `q`; the scores are fp32."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # imports the compiler
 
-    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
-
-    def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
-
     # Blocks above the diagonal are left out. The compiler merges these masks of all layers into one.
-    blocks = create_block_mask(causal, None, None, q.shape[-2], k.shape[-2], device=q.device)
-    # The backend is named, because another one adds in any order unless PyTorch is set to be deterministic.
-    return flex_attention(q, k, v, score_mod=capped, block_mask=blocks, kernel_options={"BACKEND": "TRITON"})
+    blocks = create_block_mask(
+        lambda batch, head, query, key: query >= key, None, None, q.shape[-2], k.shape[-2], device=q.device
+    )
+    return flex_attention(
+        *(q, k, v),
+        score_mod=lambda score, batch, head, query, key: cap * torch.tanh(score / cap),
+        block_mask=blocks,
+        # Named, because another backend adds in any order unless PyTorch is set to be deterministic.
+        kernel_options={"BACKEND": "TRITON"},
+    )

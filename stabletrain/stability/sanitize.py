@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from stabletrain.records import IGNORE_INDEX, Batch, Number, Range
@@ -61,10 +61,10 @@ class Sanitizer:
 
     def targets(
         self,
-        targets: Int[Tensor, "*shape"] | Float[Tensor, "*shape"],
+        targets: Integer[Tensor, "*shape"] | Float[Tensor, "*shape"],
         classes: int | None,
         known: Range | None = None,
-    ) -> tuple[Int[Tensor, "*shape"] | Float[Tensor, "*shape"], Bool[Tensor, ""] | bool]:
+    ) -> tuple[Integer[Tensor, "*shape"] | Float[Tensor, "*shape"], Bool[Tensor, ""] | bool]:
         """Returns targets with ids out of range replaced by `IGNORE_INDEX`, and whether there were any.
 
         Args:

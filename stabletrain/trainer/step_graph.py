@@ -48,7 +48,7 @@ class LaunchedSteps:
 class CudaGraph:
     """A captured function without arguments."""
 
-    def capture(self, run: Callable[[], Computed]) -> Computed:
+    def capture(self, run: Callable[[], Any]) -> Any:
         """Captures `run`, whose kernels are not executed; returns its static results.
 
         Raises:
