@@ -148,7 +148,8 @@ def test_own_numbers_have_the_units_of_a_replay_whatever_the_scale_and_the_numbe
     assert part["loss"] == pytest.approx(same["loss"], rel=1e-5)
     assert found["reading"]["loss"] != pytest.approx(same["loss"], rel=1e-3)
     if parallel == "ddp":
-        assert part["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
+        # in fp16, whose numbers are 1e-3 apart, and at another loss scale
+        assert part["grad_norm"] == pytest.approx(same["grad_norm"], rel=5e-3)
         assert math.isfinite(part["grad_norm"])
     else:
         assert part["grad_norm"] is None

@@ -86,7 +86,7 @@ HALTS = {
     "bad data": BAD_DATA,
     "a learning rate": [*TINY_GPT, *COMMON, *RUNAWAY],
     "a learning rate of a ResNet": [*TINY_RESNET, "model.depth=8", *COMMON, *RUNAWAY, "optimizer.lr=1e4"],
-    "an init": [*TINY_GPT, *COMMON, "init.std=1e5", "guard=skip", "guard.max_consecutive=2", "precision=fp32"],
+    "an init": [*TINY_GPT, *COMMON, "init.std=1e12", "guard=skip", "guard.max_consecutive=2", "precision=fp32"],
     "no checkpoints": [*TINY_GPT, *COMMON, "checkpoint=off", *RUNAWAY],
 }
 HALTS["no checkpoints"].remove("checkpoint.every=5")

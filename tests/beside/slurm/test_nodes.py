@@ -46,6 +46,14 @@ def process(job, rank):
     raise AssertionError(f"job {job} has no rank {rank}")
 
 
+def since(pid):
+    """Returns when the process of a number began, in the kernel's ticks; None if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
 def begun(cluster, job, run):
     """Waits until a job is past its first checkpoint; checks that its ranks are on two nodes."""
     cluster.wait(lambda: step(run) > 60)
@@ -72,10 +80,11 @@ def test_a_rank_killed_on_one_node_ends_both_and_the_sharded_run_goes_on_from_it
     run = tmp_path / "run"
     job = cluster.launch("--nodes", "2", *CHOSEN, "parallel=fsdp", "hydra.run.dir=run", cwd=tmp_path)
     begun(cluster, job, run)
-    ranks = [process(job, rank) for rank in (0, 1)]
-    os.kill(ranks[1], signal.SIGKILL)
+    ranks = {pid: since(pid) for pid in (process(job, rank) for rank in (0, 1))}
+    os.kill([*ranks][1], signal.SIGKILL)
     again(cluster, job)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+    # The other rank may take a moment to end, and its number may be another process's by now.
+    cluster.wait(lambda: not any(began and began == since(pid) for pid, began in ranks.items()))
     assert "killed (code 137) after step-" in log(run)
     assert cluster.ended(job) == "COMPLETED"
     assert weights(run) == whole["fsdp"]

@@ -22,7 +22,6 @@ RUN = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=420", "hydra.run.dir
 def end(folder):
     """The last checkpoint without times, the metrics, and how the run was healed."""
     found = everything(max((folder / "checkpoints").glob("step-*")))
-    del found["state"]["training"]["parts"]["history"]["lost_seconds"]
     lines = [line for line in read_jsonl(folder / "events.jsonl") if line["event"] in ("heal", "unhealed")]
     return (
         found,
