@@ -15,7 +15,16 @@ from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
-from stabletrain.step import close_gate, commit, compute, count_targets, forward_backward, maximum, train_step
+from stabletrain.step import (
+    MOST_COUNTS,
+    close_gate,
+    commit,
+    compute,
+    count_targets,
+    forward_backward,
+    maximum,
+    train_step,
+)
 from tests.workloads import build_tools
 
 CPU = torch.device("cpu")
@@ -294,6 +303,16 @@ def test_the_learning_rate_of_every_group_follows_the_schedule():
     readings = [train_step(state, [batch(i)], half) for i in range(2)]
     assert [r.lr for r in readings] == [5e-3, 2.5e-3]
     assert [g["lr"] for g in state.optimizer.param_groups] == [2.5e-3, 1.25e-3]
+
+
+def test_a_count_of_targets_is_made_once_and_few_are_kept():
+    earlier = {}
+    for number in [*range(1, 3 * MOST_COUNTS), 7, 7]:
+        batch = Batch(torch.zeros(number, 1), torch.zeros(number, dtype=torch.int64)).examined()
+        found, empty = count_targets([batch], earlier)
+        assert (int(found), empty) == (number, False)
+        assert len(earlier) <= MOST_COUNTS
+    assert count_targets([batch], earlier)[0] is found
 
 
 @pytest.mark.parametrize(
