@@ -55,7 +55,7 @@ class Counted(TorchDispatchMode):
         self.now = self.peak = self.operations = self.casts = 0
         self._sizes: dict[int, int] = {}
         for tensor in [*model.parameters(), *model.buffers()]:
-            self._meet(tensor)
+            self.meet(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Runs the operation and counts the storages it allocates."""
@@ -65,10 +65,11 @@ class Counted(TorchDispatchMode):
             self.casts += made.dim() == 2 and made.shape[1] == WIDTH and made.shape[0] >= VOCAB
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
-                self._meet(tensor)
+                self.meet(tensor)
         return made
 
-    def _meet(self, tensor: Tensor) -> None:
+    def meet(self, tensor: Tensor) -> None:
+        """Counts a tensor's storage until it is released."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
