@@ -183,16 +183,18 @@ class Effect(NamedTuple):
         grid: of the mean loss over the grid of learning rates.
         best: of the loss at the better rate of each.
         sensitivity: of the sensitivity.
+        diverged: how many more of its runs diverged.
     """
 
     grid: Interval
     best: Interval
     sensitivity: Interval
+    diverged: int
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval of the loss over the grid or at the best rate leaves out 0."""
-        return self.grid.excludes_zero or self.best.excludes_zero
+        """Whether other runs diverged, or the interval of the loss over the grid or at the best rate leaves out 0."""
+        return self.grid.excludes_zero or self.best.excludes_zero or self.diverged != 0
 
 
 def effect(row: Row, other: Row) -> Effect:
@@ -203,18 +205,14 @@ def effect(row: Row, other: Row) -> Effect:
     differences = {place: row.losses[place] - other.losses[place] for place in shared}
     first, second = row.at(row.best_rate), other.at(other.best_rate)
     best = [first[pair] - second[pair] for pair in sorted(first.keys() & second.keys())]
+    diverged = row.diverged - other.diverged
+    sensitivities = of_independent([own[pair] - others[pair] for pair in pairs])
     if len(pairs) >= 4:  # enough pairs for the spread of each number itself
         means = [statistics.fmean(differences[rate, pair] for rate in row.rates) for pair in pairs]
-        return Effect(
-            of_independent(means), of_independent(best), of_independent([own[pair] - others[pair] for pair in pairs])
-        )
+        return Effect(of_independent(means), of_independent(best), sensitivities, diverged)
     spread, degrees = pooled(differences)
-    grid = [*differences.values()]
-    return Effect(
-        around(grid, spread, degrees),
-        around(best, spread, degrees),
-        of_independent([own[p] - others[p] for p in pairs]),
-    )
+    grid = around([*differences.values()], spread, degrees)
+    return Effect(grid, around(best, spread, degrees), sensitivities, diverged)
 
 
 def pooled(differences: Mapping[Place, float]) -> tuple[float, int]:
@@ -509,6 +507,10 @@ def which_knobs(folder: Path) -> Iterator[str]:
             yield "No knob of the screen changes this for the better."
         if harms:
             yield paragraph(f"For the worse: {', '.join(f'{name} ({found[name].text})' for name in harms)}.")
+    lost = {name: each.diverged for name, each in effects_of(rows).items() if each.diverged > 0}
+    if lost:
+        yield "## Knobs with which more runs diverged"
+        yield paragraph(", ".join(f"{name} ({count} more)" for name, count in lost.items()) + ".")
 
 
 def costs_in_words(name: str, rows: Mapping[str, Row], costs: Mapping[str, Mapping[str, float]]) -> str:
