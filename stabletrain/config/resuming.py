@@ -55,6 +55,8 @@ GROUPS: dict[str, Row] = {
     "qknorm": Row(NEW_STATE, "gains start at each channel's mean norm of q and k on a batch; their moments at 0"),
     "softcap": Row(RECORDED, "has no weights; changes little if the cap is far above the largest logits"),
     "qkclip": Row(RECORDED, "has no weights; bounds them after the next update"),
+    "softmax": Row(NEW_STATE, "sinks start at 0, which leaves most weight with the keys; their moments at 0"),
+    "attention_gate": Row(REFUSED, "a new gate is 1/2, so it would halve what trained heads give", FORK),
     "determinism": Row(RECORDED, "other kernels may round differently"),
     "guard": Row(FREE, "judges the next step"),
     "forensics": Row(FREE, "explains later incidents"),
@@ -77,6 +79,8 @@ CHANGED_TO: dict[tuple[str, str], Row] = {
     ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are collected anew"),
     ("clipping", "adagc"): Row(NEW_STATE, "each tensor's average norm is collected anew, from its warm-up on"),
     ("qknorm", "none"): Row(NEW_STATE, "the gains and their moments are dropped"),
+    ("softmax", "plain"): Row(NEW_STATE, "the sinks and their moments are dropped"),
+    ("attention_gate", "none"): Row(REFUSED, "without its gates, what trained heads give would about double", FORK),
 }
 """Options that differ from their group's row, as the new option."""
 
@@ -140,7 +144,7 @@ HALT_KEYS = ("guard.escalate", "guard.whatif_steps")
 WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *HALT_KEYS, *UNRECORDED_KEYS)
 """Keys that leave every step's result as it is."""
 
-RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.")
+RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.", "model.softmax.", "model.attention_gate.")
 """Copies of other groups in the model's configuration."""
 
 
