@@ -148,6 +148,10 @@ RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.", "model.soft
 """Copies of other groups in the model's configuration."""
 
 
+NEWER_GROUPS = {"softmax": "plain", "attention_gate": "none"}
+"""Groups that runs of older versions lack, with the option that computes what these runs did."""
+
+
 class Settings(NamedTuple):
     """The settings of a part of a run.
 
@@ -162,6 +166,10 @@ class Settings(NamedTuple):
     def flat(self) -> dict[str, Any]:
         """Returns the value of every dotted key."""
         return dict(leaves(self.values))
+
+    def options(self) -> dict[str, str]:
+        """Returns the option of each group, also of those that are newer than the run."""
+        return NEWER_GROUPS | self.choices
 
 
 def settings(config: Mapping[str, Any], choices: Mapping[str, str]) -> Settings:
@@ -196,9 +204,9 @@ def changed_keys(before: Settings, now: Settings) -> dict[str, list[Any]]:
     Leaves out `_target_` and keys that only one of both has, which differ between versions of stabletrain. But if an
     option was changed, all its keys are there, because each option has its own.
     """
-    old = before.flat() | before.choices
-    new = now.flat() | now.choices
-    options = {group for group, option in now.choices.items() if before.choices.get(group, option) != option}
+    old = before.flat() | before.options()
+    new = now.flat() | now.options()
+    options = {group for group, option in now.choices.items() if old.get(group, option) != option}
     return {
         key: [old.get(key), value]
         for key, value in sorted(new.items())

@@ -3,8 +3,8 @@
     q, k, v = query(x), key(x), value(x);   q, k = position(norm(q)), position(norm(k))
     y = out(softmax(mask(q k^T / sqrt(dim))) v)                          per head
 
-`POSITIONS`, `NORMS` and `MLPS` map the names in a config to classes that share one signature. QK-norm, softcap, QK-clip,
-softmax and attention gate are objects passed to the attention.
+`POSITIONS`, `NORMS` and `MLPS` map the names in a config to classes that share one signature. QK-norm, softcap,
+QK-clip, softmax and gate are objects passed to the attention.
 """
 
 import torch

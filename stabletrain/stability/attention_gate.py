@@ -4,7 +4,7 @@
 
 A head that has nothing to add closes its gate, so it needs no attention sink to do so. With gates, training had fewer
 loss spikes, activations stayed smaller, and larger learning rates converged. Source: arXiv 2505.06708, section 2.2,
-gate G1 (one gate for each head, or one for each value); Qwen3-Next has the second kind.
+gate G1, and its code (qiuzh20/gated_attention). Qwen3-Next has one gate for each value.
 
 A kind of gate is called once for each attention and returns its module, or None.
 """

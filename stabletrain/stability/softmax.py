@@ -3,8 +3,8 @@
     softmax([scores, s])[..., :-1] v  =  sigmoid(logsumexp(scores) - s) * softmax(scores) v        s: one for each head
 
 The weights of the keys then add up to less than 1, so a head can attend to nothing. Without it, heads that have nothing
-to add put their weight on the first token, which grows large activations there. Source: gpt-oss (arXiv 2508.10925,
-section 2.2, and `sdpa` in its `gpt_oss/torch/model.py`); with s = 0 it is "softmax off by one".
+to add put their weight on the first token, which grows large activations there. Source: gpt-oss (arXiv 2508.10925, and
+`sdpa` in its `gpt_oss/torch/model.py`). With s = 0 it is the "softmax off by one".
 
 A kind of softmax returns the parameter of an attention, or None. The softcap computes the attention: see `softcap.py`.
 """
@@ -37,7 +37,7 @@ class SinkSoftmax(PlainSoftmax):
     """A sink for each head."""
 
     def sink(self, n_head: int) -> nn.Parameter | None:
-        """Returns one score for each head, in fp32 and 0, which is the mean of the published inits."""
+        """Returns a score of 0 for each head, in fp32. transformers and torchtitan draw gpt-oss's from N(0, 0.02)."""
         return nn.Parameter(torch.zeros(n_head))
 
 
@@ -65,6 +65,6 @@ def with_sink_key(
     key = F.pad(torch.stack(parts, dim=-1), (dim, MORE - PARTS))[None, :, None]
     return (
         F.pad(q, (0, MORE, first, 0), value=1.0),
-        torch.cat([key.expand(len(k), -1, -1, -1), F.pad(k, (0, MORE))], dim=2),
+        torch.cat([key.expand(k.shape[0], -1, -1, -1), F.pad(k, (0, MORE))], dim=2),
         F.pad(v, (0, MORE, 1, 0)),
     )

@@ -204,7 +204,7 @@ class Resumption(NoResumption):
         before, keys = self.before(checkpoint), self.changes(checkpoint)
         assert before is not None
         assert self._fresh is not None
-        flat = before.flat() | before.choices
+        flat = before.flat() | before.options()
         changed = Changed(keys, [key for key in keys if key in flat])
         names = missing(tree, self._state)
         options = {key for key, (old, now) in keys.items() if row_of(key, old, now).kind == NEW_STATE}

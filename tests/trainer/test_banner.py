@@ -15,7 +15,6 @@ from stabletrain.records import TrainState
 from stabletrain.stability.schedule import Constant, LearningRate, LinearWarmup
 from stabletrain.trainer.banner import (
     SHOWN,
-    SHOWN,
     busy_note,
     closing,
     guard_summary,
