@@ -66,5 +66,5 @@ class SigmoidGate(NoAttentionGate):
             raise ConfigError(f"attention_gate.per={self.per} is unknown: choose head or element")
 
     def __call__(self, n_embd: int, n_head: int, bias: bool) -> nn.Module | None:
-        """Returns a gate; with the model's inits all gates start near 1/2."""
+        """Returns a gate; with the model's inits all gates start around 1/2."""
         return Gate(n_embd, n_head, n_head if self.per == "head" else n_embd, bias)

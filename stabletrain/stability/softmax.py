@@ -37,7 +37,7 @@ class SinkSoftmax(PlainSoftmax):
     """A sink for each head."""
 
     def sink(self, n_head: int) -> nn.Parameter | None:
-        """Returns a score of 0 for each head, in fp32. transformers and torchtitan draw gpt-oss's from N(0, 0.02)."""
+        """Returns a score of 0 for each head, in fp32; transformers draws gpt-oss's from N(0, 0.02)."""
         return nn.Parameter(torch.zeros(n_head))
 
 

@@ -133,7 +133,7 @@ def test_without_a_gate_nothing_is_added_and_no_random_number_is_drawn() -> None
     ids=lambda value: type(value).__name__ if not isinstance(value, float) else "",
 )
 def test_every_init_writes_a_gate_as_it_writes_a_query(init: TorchInit, std: float) -> None:
-    """So all gates start near 1/2, and a head starts with half its output."""
+    """So all gates start around 1/2, and a head starts with half its output."""
     torch.manual_seed(0)
     model = GPT(vocab_size=64, n_layer=2, n_embd=64, bias=True, attention_gate=SigmoidGate("element"))
     init(model)
