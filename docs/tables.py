@@ -18,7 +18,7 @@ WORDS = {
     "nearest": "the key that was meant, or leave it out",
     "kind": "of the default's type",
     "lacking": "the model has no attention, or its YAML takes no `<key>`",
-    "instead": "`<key>=none`, with a preset `stability=none` and the rest of what it sets",
+    "instead": "the option of `<key>` that does nothing, with a preset `stability=none` and the rest of what it sets",
     "option": "<option>",
     "sizes": "<nearest>",
     "sizes_in_one": "<nearest>",

@@ -52,7 +52,8 @@ from stabletrain.trainer.options import read as read_options
 from stabletrain.trainer.saved import open_sizes, sizes_in
 from stabletrain.trainer.stages import tools_from_options
 
-ACTING = ("model", "precision", "zloss", "qknorm", "softcap", "determinism", "label_smoothing", "grad_accum_steps")
+PARTS = ("qknorm", "softcap", "softmax", "attention_gate")
+ACTING = ("model", "precision", "zloss", *PARTS, "determinism", "label_smoothing", "grad_accum_steps")
 """Settings that forward and backward depend on, besides weights and batch; these may be overridden."""
 
 PRESETS = ("stability",)
@@ -212,6 +213,8 @@ class RecordedConfig(Recorded, total=False):
     zloss: Group
     qknorm: Group
     softcap: Group
+    softmax: Group
+    attention_gate: Group
     label_smoothing: float
     loss_chunk: int | str
 

@@ -55,6 +55,8 @@ GROUPS: dict[str, Row] = {
     "qknorm": Row(NEW_STATE, "gains start at each channel's mean norm of q and k on a batch; their moments at 0"),
     "softcap": Row(RECORDED, "has no weights; changes little if the cap is far above the largest logits"),
     "qkclip": Row(RECORDED, "has no weights; bounds them after the next update"),
+    "softmax": Row(NEW_STATE, "sinks start at 0, which leaves most weight with the keys; their moments at 0"),
+    "attention_gate": Row(REFUSED, "a new gate is 1/2, so it would halve what trained heads give", FORK),
     "determinism": Row(RECORDED, "other kernels may round differently"),
     "guard": Row(FREE, "judges the next step"),
     "forensics": Row(FREE, "explains later incidents"),
@@ -77,6 +79,8 @@ CHANGED_TO: dict[tuple[str, str], Row] = {
     ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are collected anew"),
     ("clipping", "adagc"): Row(NEW_STATE, "each tensor's average norm is collected anew, from its warm-up on"),
     ("qknorm", "none"): Row(NEW_STATE, "the gains and their moments are dropped"),
+    ("softmax", "plain"): Row(NEW_STATE, "the sinks and their moments are dropped"),
+    ("attention_gate", "none"): Row(REFUSED, "without its gates, what trained heads give would about double", FORK),
 }
 """Options that differ from their group's row, as the new option."""
 
@@ -140,8 +144,12 @@ HALT_KEYS = ("guard.escalate", "guard.whatif_steps")
 WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *HALT_KEYS, *UNRECORDED_KEYS)
 """Keys that leave every step's result as it is."""
 
-RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.")
+RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.", "model.softmax.", "model.attention_gate.")
 """Copies of other groups in the model's configuration."""
+
+
+NEWER_GROUPS = {"softmax": "plain", "attention_gate": "none"}
+"""Groups that runs of older versions lack, with the option that computes what these runs did."""
 
 
 class Settings(NamedTuple):
@@ -158,6 +166,10 @@ class Settings(NamedTuple):
     def flat(self) -> dict[str, Any]:
         """Returns the value of every dotted key."""
         return dict(leaves(self.values))
+
+    def options(self) -> dict[str, str]:
+        """Returns the option of each group, also of those that are newer than the run."""
+        return NEWER_GROUPS | self.choices
 
 
 def settings(config: Mapping[str, Any], choices: Mapping[str, str]) -> Settings:
@@ -192,9 +204,9 @@ def changed_keys(before: Settings, now: Settings) -> dict[str, list[Any]]:
     Leaves out `_target_` and keys that only one of both has, which differ between versions of stabletrain. But if an
     option was changed, all its keys are there, because each option has its own.
     """
-    old = before.flat() | before.choices
-    new = now.flat() | now.choices
-    options = {group for group, option in now.choices.items() if before.choices.get(group, option) != option}
+    old = before.flat() | before.options()
+    new = now.flat() | now.options()
+    options = {group for group, option in now.choices.items() if old.get(group, option) != option}
     return {
         key: [old.get(key), value]
         for key, value in sorted(new.items())

@@ -22,8 +22,8 @@ from stabletrain.errors import ConfigError, closest
 ANY_KEY, ANY_TYPED = "any key", "any group"
 """The keys of a rule about every key, and about every override as it was typed."""
 
-CHOSEN_PARTS = ["qknorm", "softcap", "qkclip"]
-"""Groups that have an effect only if the model's YAML refers to them (`qknorm: ${qknorm}`)."""
+CHOSEN_PARTS = {"qknorm": "none", "softcap": "none", "qkclip": "none", "softmax": "plain", "attention_gate": "none"}
+"""Groups that act only if the model's YAML refers to them (`qknorm: ${qknorm}`), each with its option that does not."""
 
 CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
 """The objective to which z-loss, label smoothing and chunks of logits belong."""
@@ -219,7 +219,7 @@ RULES = [
     *RANKS,
     Rule("init_strict", lambda run, key: run["init_from"] == "none" and not run[key],
          "{override} does nothing without init_from", "name weights, or leave it out"),
-    Rule(" ".join(CHOSEN_PARTS), lambda run, key: run[key] != "none" and not run.has(f"model.{key}"),
+    Rule(" ".join(CHOSEN_PARTS), lambda run, key: run[key] != CHOSEN_PARTS[key] and not run.has(f"model.{key}"),
          "{chosen} does nothing with model={model}, because {lacking}",
          "{instead}, or a model whose YAML has `{reference}`"),
     Rule("zloss loss_chunk", lambda run, key: run[key] not in ("none", "auto") and has_other_objective(run),
@@ -243,6 +243,8 @@ RULES = [
     Rule("softcap.attention", lambda run, key: run[key] == "flex" and has_small_heads(run),
          f"{{override}} takes heads of {SMALLEST_HEAD} or more, and model.n_embd={{model.n_embd}} has "
          "model.n_head={model.n_head}", "fewer heads, or softcap.attention=math"),
+    Rule("softcap.attention", lambda run, key: run[key] == "flex" and run["softmax"] != "plain",
+         "{override} has no sink, and softmax={softmax} has one", "softmax=plain, or softcap.attention=math"),
     Rule("data init", is_for_other_data,
          "{override} is for {modality}, model={model} reads {model.modality}",
          "{fitting}, or a model for {modality} such as {example_model}"),
@@ -269,7 +271,7 @@ def chosen(run: Composed, key: str) -> str:
 def instead(run: Composed, key: str) -> str:
     """Returns what to type instead of a part that the model does not have, or of the preset that chose it."""
     if not run.is_by_preset(key):
-        return f"{key}=none"
+        return f"{key}={CHOSEN_PARTS[key]}"
     unfit = [part for part in CHOSEN_PARTS if not run.has(f"model.{part}")]
     return without_preset(run.choices, [*unfit, *(["zloss"] if has_other_objective(run) else [])])
 

@@ -29,7 +29,7 @@ REPLAY_TITLES = {
 }
 """The replays in words."""
 
-ONE_STEP_GROUPS = ("model", "precision", "zloss", "qknorm", "softcap")
+ONE_STEP_GROUPS = ("model", "precision", "zloss", "qknorm", "softcap", "softmax", "attention_gate")
 """Config groups whose effect one replayed step can show."""
 
 SLOW_OVERRIDE = "precision.growth_interval="

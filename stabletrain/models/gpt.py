@@ -5,8 +5,8 @@
     logits = head(norm(x))
 
 Sources: GPT-2 (Radford et al. 2019) for the shape, RoPE (arXiv 2104.09864), SwiGLU (arXiv 2002.05202), RMSNorm
-(arXiv 1910.07467). QK-norm, softcap and QK-clip are objects passed to the constructor. Positions, norms and MLPs are
-looked up by name in `layers.py`.
+(arXiv 1910.07467). QK-norm, softmax, softcap, QK-clip and the attention's gate are objects passed to the constructor.
+Positions, norms and MLPs are looked up by name in `layers.py`.
 """
 
 from typing import Any
@@ -27,11 +27,14 @@ from stabletrain.models.layers import (
     Rotary,
     SwiGLUMLP,
 )
+from stabletrain.stability.attention_gate import NoAttentionGate
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import NoSoftcap
+from stabletrain.stability.softmax import PlainSoftmax
 
 NO_QKNORM, NO_SOFTCAP, NO_QKCLIP = NoQKNorm(), NoSoftcap(), NoQKClip()
+PLAIN_SOFTMAX, NO_ATTENTION_GATE = PlainSoftmax(), NoAttentionGate()
 
 
 class Block(nn.Module):
@@ -102,6 +105,8 @@ class GPT(nn.Module):
         qknorm: NoQKNorm = NO_QKNORM,
         softcap: NoSoftcap = NO_SOFTCAP,
         qkclip: NoQKClip = NO_QKCLIP,
+        softmax: PlainSoftmax = PLAIN_SOFTMAX,
+        attention_gate: NoAttentionGate = NO_ATTENTION_GATE,
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
@@ -125,7 +130,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 attention_norm=make_norm(n_embd, norm_eps, bias),
-                attention=Attention(n_embd, n_head, bias, dropout, qknorm, softcap, qkclip),
+                attention=Attention(n_embd, n_head, bias, dropout, qknorm, softcap, qkclip, softmax, attention_gate),
                 mlp_norm=make_norm(n_embd, norm_eps, bias),
                 mlp=make_mlp(n_embd, bias),
                 dropout=dropout,

@@ -3,8 +3,8 @@
     q, k, v = query(x), key(x), value(x);   q, k = position(norm(q)), position(norm(k))
     y = out(softmax(mask(q k^T / sqrt(dim))) v)                          per head
 
-`POSITIONS`, `NORMS` and `MLPS` map the names in a config to classes that share one signature. QK-norm, softcap and
-QK-clip are objects passed to the attention.
+`POSITIONS`, `NORMS` and `MLPS` map the names in a config to classes that share one signature. QK-norm, softcap,
+QK-clip, softmax and gate are objects passed to the attention.
 """
 
 import torch
@@ -13,9 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.stability.attention_gate import NoAttentionGate
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import NoSoftcap
+from stabletrain.stability.softmax import PlainSoftmax
 
 
 class Rotary(nn.Module):
@@ -161,10 +163,11 @@ class KVCache:
 class DotProduct(nn.Module):
     """Softmax attention; a module of its own so that monitors can hook it and a config can keep it in fp32."""
 
-    def __init__(self, softcap: NoSoftcap, dropout: float) -> None:
+    def __init__(self, softcap: NoSoftcap, dropout: float, sink: nn.Parameter | None = None) -> None:
         super().__init__()
         self.softcap = softcap
         self.dropout = dropout
+        self.sink = sink
 
     def forward(
         self,
@@ -173,7 +176,8 @@ class DotProduct(nn.Module):
         v: Float[Tensor, "batch head key dim"],
     ) -> Float[Tensor, "batch head query dim"]:
         """Computes causal attention; the last query is aligned with the last key."""
-        return self.softcap.attend(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        more = {} if self.sink is None else {"sink": self.sink}
+        return self.softcap.attend(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0, **more)
 
 
 class Attention(nn.Module):
@@ -188,6 +192,8 @@ class Attention(nn.Module):
         qknorm: NoQKNorm,
         softcap: NoSoftcap,
         qkclip: NoQKClip,
+        softmax: PlainSoftmax,
+        attention_gate: NoAttentionGate,
     ) -> None:
         super().__init__()
         self.n_head = n_head
@@ -198,7 +204,8 @@ class Attention(nn.Module):
         self.query_norm = qknorm(n_embd // n_head)
         self.key_norm = qknorm(n_embd // n_head)
         self.meter = qkclip.meter(n_head)
-        self.dot_product = DotProduct(softcap, dropout)
+        self.dot_product = DotProduct(softcap, dropout, softmax.sink(n_head))
+        self.gate = attention_gate(n_embd, n_head, bias)
         self.out = nn.Linear(n_embd, n_embd, bias=bias)
 
     def forward(
@@ -214,4 +221,7 @@ class Attention(nn.Module):
         self.meter(q, k)
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.out(self.dot_product(q, k, v).transpose(1, 2).flatten(2))
+        y = self.dot_product(q, k, v).transpose(1, 2)
+        if self.gate is not None:
+            y = self.gate(y, x)
+        return self.out(y.flatten(2))

@@ -18,12 +18,16 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.stability import flex_softcap
+from stabletrain.stability.softmax import with_sink_key
 
 Queries = Float[Tensor, "batch head query dim"]
 """Queries and outputs of attention."""
 
 Keys = Float[Tensor, "batch head key dim"]
 """Keys and values of attention."""
+
+Sink = Float[Tensor, " head"]
+"""The sink's score of each head, see `softmax.py`."""
 
 
 def softcap(x: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
@@ -38,18 +42,37 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Bool[Tensor, "
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
 
 
+def fused(
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch head key dim"],
+    v: Float[Tensor, "batch head key dim"],
+    *,
+    is_causal: bool,
+    dropout_p: float,
+    scale: float | None = None,
+) -> Float[Tensor, "batch head query dim"]:
+    """Returns PyTorch's fused attention, with a causal mask that is aligned to the last key."""
+    queries, keys = q.shape[-2], k.shape[-2]
+    if not is_causal or queries == keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
+    # PyTorch's `is_causal` aligns the mask to the first key, not to the last.
+    mask = causal_mask(queries, keys, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+
+
 @dataclass(frozen=True)
 class NoSoftcap:
     """PyTorch's fused attention, and unchanged final logits. Base class of all kinds, and what each must offer."""
 
-    def attend(self, q: Queries, k: Keys, v: Keys, *, is_causal: bool, dropout_p: float) -> Queries:
-        """Returns `softmax(q k^T / sqrt(dim)) v`, in the dtype of `v`."""
-        queries, keys = q.shape[-2], k.shape[-2]
-        if not is_causal or queries == keys:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, dropout_p=dropout_p)
-        # PyTorch's `is_causal` aligns the mask to the first key, not to the last.
-        mask = causal_mask(queries, keys, q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
+    def attend(
+        self, q: Queries, k: Keys, v: Keys, *, is_causal: bool, dropout_p: float, sink: Sink | None = None
+    ) -> Queries:
+        """Returns `softmax(q k^T / sqrt(dim)) v`, in the dtype of `v`; a sink takes part in the softmax only."""
+        if sink is None or q.is_meta:  # FLOPs are counted there, and the added dimensions are not the model's
+            return fused(q, k, v, is_causal=is_causal, dropout_p=dropout_p)
+        own_scale = q.shape[-1] ** -0.5  # not that of the dimensions that the sink adds
+        y = fused(*with_sink_key(q, k, v, sink), is_causal=is_causal, dropout_p=dropout_p, scale=own_scale)
+        return y[..., -q.shape[-2] :, : v.shape[-1]]
 
     def final(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Returns the logits unchanged."""
@@ -83,16 +106,23 @@ class Gemma2Softcap(NoSoftcap):
         if self.attention not in ("math", "flex"):
             raise ConfigError(f"softcap.attention={self.attention} is unknown: choose math or flex")
 
-    def attend(self, q: Queries, k: Keys, v: Keys, *, is_causal: bool, dropout_p: float) -> Queries:
-        """Returns `softmax(softcap(q k^T / sqrt(dim))) v`, in the dtype of `v`, with the softmax in fp32."""
-        training = is_causal and q.shape[-2] == k.shape[-2] and dropout_p == 0
+    def attend(
+        self, q: Queries, k: Keys, v: Keys, *, is_causal: bool, dropout_p: float, sink: Sink | None = None
+    ) -> Queries:
+        """Returns `softmax(softcap(q k^T / sqrt(dim))) v`, in the dtype of `v`, with the softmax in fp32.
+
+        A sink takes part in the softmax only, and is not capped.
+        """
+        training = is_causal and q.shape[-2] == k.shape[-2] and dropout_p == 0 and sink is None
         if self.attention == "flex" and training and in_code_for_a_card(q):
             return flex_softcap.attend(q, k, v, self.attention_cap)
         # Scale the queries before the product, as fused attention does: in fp16 an unscaled product may overflow.
         scores = softcap((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), self.attention_cap)
         if is_causal:  # mask after the cap, because the cap would turn -inf into a finite score
             scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], q.device), -torch.inf)
-        weights = torch.softmax(scores, dim=-1).to(v.dtype)
+        if sink is not None:
+            scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : k.shape[-2]].to(v.dtype)
         return F.dropout(weights, dropout_p) @ v
 
     def final(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

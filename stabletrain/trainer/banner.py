@@ -40,7 +40,7 @@ def opening(
         option_text(group, choices[group], {**config[group], **resolved.get(group, {})})
         + (tools.guard.note if group == "guard" else "")
         for group in SHOWN
-        if choices[group] != "none"
+        if choices[group] not in ("none", "plain")
     ]
     return "\n".join(
         [
@@ -118,8 +118,9 @@ def relative_path(folder: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 
 
-SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm", "softcap", "qkclip", "faults")
-"""Config groups shown in the opening's second line."""
+PARTS = ("qknorm", "softcap", "qkclip", "softmax", "attention_gate")
+SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", *PARTS, "faults")
+"""Config groups shown in the opening's second line, unless their option does nothing."""
 
 FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient", "attention_cap", "max_logit")
 """Keys to look for in an option: the first one that is set is shown beside the option's name."""

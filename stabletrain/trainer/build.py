@@ -2,8 +2,8 @@
 
     options -> process -> data -> model and optimizer -> tools -> output -> restored state -> the run
 
-Groups depend on each other in only three ways: a model's YAML takes `${qknorm}`, `${softcap}` and `${qkclip}`; null
-sizes of a model are taken from the data; a precision gets the device.
+Groups depend on each other in only three ways: a model's YAML takes `${qknorm}` and the like; null sizes of a model are
+taken from the data; a precision gets the device.
 """
 
 from pathlib import Path

@@ -5,7 +5,7 @@ that a rollback of the resumed run fits an older checkpoint in the same way.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,9 @@ from stabletrain.trainer.before_after import (
     near_identity,
 )
 from stabletrain.trainer.options import ForwardOptions, Options, read
+
+PARTS = ("qknorm", "softmax")
+"""Groups that give a model parts with weights, which a resume can add or drop."""
 
 MOVES_LOSS = ("precision", "zloss", "softcap", "label_smoothing")
 """Groups and keys, besides those with new state, whose change may move the loss of the same weights."""
@@ -201,19 +204,20 @@ class Resumption(NoResumption):
         before, keys = self.before(checkpoint), self.changes(checkpoint)
         assert before is not None
         assert self._fresh is not None
-        flat = before.flat() | before.choices
+        flat = before.flat() | before.options()
         changed = Changed(keys, [key for key in keys if key in flat])
         names = missing(tree, self._state)
         options = {key for key, (old, now) in keys.items() if row_of(key, old, now).kind == NEW_STATE}
-        parts = options & {"qknorm"}
+        parts = options & {*PARTS}
         if (names or tree["model"].keys() - self._state.model.state_dict().keys()) and not parts:
             return tree, changed  # not by one of the table's changes: `restore` names the difference
         if parts and self._is_sharded:
+            part = min(parts)
             raise ConfigError(
-                f"qknorm={self._settings.choices['qknorm']}: a run with parallel=fsdp cannot add or drop parts with "
+                f"{part}={self._settings.choices[part]}: a run with parallel=fsdp cannot add or drop parts with "
                 "weights when it is resumed: resume with parallel=ddp or in one process until the next checkpoint"
             )
-        new = self._on_main(lambda: self._new_weights(names, before, tree)) if names else {}
+        new = self._on_main(lambda: self._new_weights(names, parts, before, tree)) if names else {}
         found = refit(tree, self._state, new, self._fresh)
         changed.dropped = found.dropped
         for key in sorted(options):
@@ -279,7 +283,7 @@ class Resumption(NoResumption):
         earlier = as_trained(read(ForwardOptions, before.values, before.choices), self._data, weights, device)
         return earlier, fixed_batch(self._data, self._batch_size, tree["step"], device)
 
-    def _new_weights(self, names: list[str], before: Settings, tree: Tree) -> dict[str, Tensor]:
+    def _new_weights(self, names: list[str], parts: Iterable[str], before: Settings, tree: Tree) -> dict[str, Tensor]:
         try:
             return near_identity(names, self._state.model, *self._earlier(before, tree))
         except ConfigError:
@@ -287,7 +291,7 @@ class Resumption(NoResumption):
         except Exception as error:
             raise ConfigError(
                 f"the checkpoint's model cannot be built again, from which the new parts would start ({error!r}): "
-                "resume without the change of qknorm"
+                f"resume without the change of {' and '.join(sorted(parts))}"
             ) from error
 
     def _measure(

@@ -26,7 +26,7 @@ from stabletrain.trainer.saved import config_of, open_sizes, sizes_in
 from stabletrain.weights.load import Fit, fit, load_
 from stabletrain.weights.sources import Source, find
 
-MEANING = ("n_head", "position", "norm", "mlp", "stem", "alpha", "qknorm")
+MEANING = ("n_head", "position", "norm", "mlp", "stem", "alpha", "qknorm", "softmax", "attention_gate")
 """Keys of a model that can differ although all shapes agree, and then make the weights compute something else."""
 
 ONLY_TRAINING = ("dropout", "embedding_gradient")
@@ -35,7 +35,7 @@ ONLY_TRAINING = ("dropout", "embedding_gradient")
 MAY_EXCEED = ("vocab_size", "block_size")
 """Sizes of a model that may be larger than the data needs; numbers of classes and channels are the data's."""
 
-PARTS = ("qknorm", "softcap")
+PARTS = ("qknorm", "softcap", "softmax", "attention_gate")
 """Keys of a model that hold the option of a config group, and that forward passes depend on."""
 
 

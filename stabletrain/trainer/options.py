@@ -22,6 +22,7 @@ from stabletrain.machine.determinism import Off
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import started
+from stabletrain.stability.attention_gate import NoAttentionGate
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
 from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objective
@@ -30,6 +31,7 @@ from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.schedule import Constant, NoWarmup
 from stabletrain.stability.softcap import NoSoftcap
+from stabletrain.stability.softmax import PlainSoftmax
 from stabletrain.tracking.wandb import NoWandb
 
 OptionsT = TypeVar("OptionsT", bound="ForwardOptions")
@@ -80,6 +82,8 @@ class Options(StepOptions):
     data: Choice[Dataset]
     qknorm: NoQKNorm  # the model's YAML builds its own from the same keys; this one has been checked
     softcap: NoSoftcap
+    softmax: PlainSoftmax
+    attention_gate: NoAttentionGate
     init: TorchInit
     optimizer: Choice[Callable]
     checkpoint: NoCheckpoints

@@ -21,6 +21,7 @@ from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.stability.attention_gate import NoAttentionGate
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
 from stabletrain.stability.objective import NoZLoss
@@ -29,6 +30,7 @@ from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.schedule import Constant, NoWarmup
 from stabletrain.stability.softcap import NoSoftcap
+from stabletrain.stability.softmax import PlainSoftmax
 from stabletrain.tracking.wandb import NoWandb
 from tests.runs import CONF, composed
 
@@ -174,6 +176,7 @@ def test_an_object_of_the_wrong_kind_is_told_what_it_lacks():
 
 
 ROLES: dict[str, Any] = {
+    "attention_gate": NoAttentionGate,
     "checkpoint": NoCheckpoints,
     "clipping": NoClip,
     "data": Dataset,
@@ -191,6 +194,7 @@ ROLES: dict[str, Any] = {
     "qknorm": NoQKNorm,
     "schedule": Constant,
     "softcap": NoSoftcap,
+    "softmax": PlainSoftmax,
     "wandb": NoWandb,
     "warmup": NoWarmup,
     "zloss": NoZLoss,

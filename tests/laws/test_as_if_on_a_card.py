@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stabletrain import buffers, step
 from stabletrain.config.checks import check
+from stabletrain.config.rules import CHOSEN_PARTS
 from stabletrain.data.batches import ToDevice
 from stabletrain.errors import ConfigError
 from stabletrain.guard.policy import SkipGuard
@@ -39,7 +40,7 @@ MODELS = {
 }
 
 ACTING = ("optimizer", "precision", "clipping", "warmup", "schedule", "zloss", "qknorm", "softcap", "init")
-ACTING += ("determinism", "qkclip", "guard", "stability", "monitors", "faults")
+ACTING += ("determinism", "qkclip", "softmax", "attention_gate", "guard", "stability", "monitors", "faults")
 NOT_HERE = {
     "faults=bitflip": "flips a bit of a real tensor",
     "faults=optimizer": "reads whether the step was withheld, and writes a number from the host",
@@ -84,8 +85,8 @@ PRODUCTS = {
 }
 """The dtype in which a precision runs products."""
 
-WITHOUT_ATTENTION = ("qknorm=", "softcap=", "qkclip=", "stability=", "optimizer=muon", "init=gpt2", "init=small")
-FOR_RESNETS = ("qknorm=none", "softcap=none", "qkclip=none", "stability=none", "stability=zloss")
+WITHOUT_ATTENTION = (*(f"{part}=" for part in CHOSEN_PARTS), "stability=", "optimizer=muon", "init=gpt2", "init=small")
+FOR_RESNETS = (*(f"{part}={off}" for part, off in CHOSEN_PARTS.items()), "stability=none", "stability=zloss")
 
 
 def is_refused(card: str, model: str, option: str) -> bool:

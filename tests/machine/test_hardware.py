@@ -232,7 +232,11 @@ def test_what_is_recorded_can_be_written_as_json(cards, monkeypatch):
 GPT = ["model.n_layer=3", "model.n_embd=32", "model.n_head=4", "data.block_size=24", "device=cpu"]
 
 
-@pytest.mark.parametrize("more", [[], ["model.mlp=swiglu"], ["softcap=gemma2", "qknorm=layernorm"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "more",
+    [[], ["model.mlp=swiglu"], ["softcap=gemma2", "qknorm=layernorm"], ["softmax=sink", "attention_gate=sigmoid"]],
+    ids=" ".join,
+)
 def test_a_gpts_flops_a_token_are_palms_formula(more):
     with composed(*GPT, *more) as cfg:
         options, data = read(ForwardOptions, cfg), Choice.of(cfg, "data").build()

@@ -30,6 +30,7 @@ BOTH = {
     "numbers": NUMBERS,
     "numbers_accumulated": [*NUMBERS, "grad_accum_steps=2"],
     "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
+    "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
     "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
 }
 """What ddp and fsdp can both do."""
@@ -65,7 +66,7 @@ CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.gr
 """The scale falls and rises. The gradients of a rank's part of the batch overflow at a lower scale."""
 
 WITH_ONE = {
-    *("fsdp/norm", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "ddp/own_loss"),
+    *("fsdp/norm", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
     *("ddp/bf16", "fsdp/fp8", "ddp/fp8_rowwise"),
 }
 """Options that are tried with ddp or with fsdp: nothing in them depends on it."""

@@ -83,8 +83,12 @@ def test_an_option_is_shown_with_the_value_that_matters_most(group, option, valu
 
 def test_the_opening_says_what_is_trained_with_which_settings_and_where(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    groups = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm", "softcap", "qkclip", "faults")
-    choices = dict.fromkeys(groups, "none") | {"model": "mine", "data": "text", "optimizer": "sgd", "warmup": "linear"}
+    groups = SHOWN
+    choices = (
+        dict.fromkeys(groups, "none")
+        | {"softmax": "plain"}
+        | {"model": "mine", "data": "text", "optimizer": "sgd", "warmup": "linear"}
+    )
     config = {group: {} for group in groups} | {"precision": {"fp32_modules": ["head"]}, "optimizer": {"lr": 0.1}}
     tools = build_tools(FP32, learning_rate=LearningRate(LinearWarmup(None), Constant(), 2000))
     first = opening(choices, config, nn.Linear(4, 3), object(), tools, "CPU, 2 threads", str(tmp_path / "run"))

@@ -187,6 +187,19 @@ def test_qknorm_starts_near_the_identity_and_keeps_all_other_state(run, qknorm, 
     assert told["loss_before"] == pytest.approx(told["loss_after"], abs=2e-3)
 
 
+@pytest.mark.slow
+def test_sinks_start_at_0_in_a_run_that_had_none_and_are_dropped_again(run):
+    begun(run, *QUICK, "softmax=sink", "resume=auto")
+    told = event(run)
+    assert told["keys"]["softmax"] == ["plain", "sink"]
+    assert told["new"][0].startswith("softmax=sink: sinks start at 0")
+    assert told["new"][0].endswith("(blocks.*.attention.dot_product.sink)")
+    assert told["loss_before"] == pytest.approx(told["loss_after"], abs=0.02)
+    assert all(find(run).load()["model"][f"blocks.{i}.attention.dot_product.sink"].all() for i in (0, 1)), "they learn"
+    begun(run, *QUICK, "steps=14", "resume=auto")
+    assert event(run)["dropped"] == [f"blocks.{i}.attention.dot_product.sink" for i in (0, 1)]
+
+
 @pytest.mark.parametrize("kind", [HeadRMSNorm, HeadLayerNorm])
 def test_no_other_gains_are_nearer_to_the_identity(kind):
     x = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.5, 4, 8)

@@ -133,6 +133,8 @@ def test_weights_that_fit_by_shape_but_would_mean_something_else_are_refused(sta
     assert "the source's model had other settings: norm_eps=1e-06, here 1e-05; softcap\n" in opening(capsys)
     with pytest.raises(ConfigError, match="type qknorm=none to build the source's model"):
         started(*SMALL, "qknorm=rmsnorm", f"init_from={source}")
+    with pytest.raises(ConfigError, match="type softmax=plain attention_gate=none to build the source's model"):
+        started(*SMALL, "softmax=sink", "attention_gate=sigmoid", f"init_from={source}")
 
 
 def test_an_exported_folder_says_its_sizes_too(started, source, tmp_path):

@@ -37,6 +37,7 @@ DEFAULTS = {
     },
 }
 OTHERS = {
+    "attention_gate": "none",
     "checkpoint": "default",
     "clipping": "norm",
     "determinism": "seeded",
@@ -53,6 +54,7 @@ OTHERS = {
     "qknorm": "none",
     "schedule": "cosine",
     "softcap": "none",
+    "softmax": "plain",
     "stability": "none",
     "wandb": "disabled",
     "warmup": "linear",

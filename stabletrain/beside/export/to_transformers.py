@@ -1,7 +1,8 @@
 """Export of a GPT as transformers' GPT2LMHeadModel, where the architecture is GPT-2's.
 
-Learned positions, LayerNorm, a GELU MLP, no QK-norm and no softcap are needed. A GPT without biases gets biases of
-zero, and a head of its own is kept as one (`tie_word_embeddings` is false): neither changes a logit.
+Learned positions, LayerNorm, a GELU MLP, and no QK-norm, softcap, sink or attention gate are needed. A GPT without
+biases gets biases of zero, and a head of its own is kept as one (`tie_word_embeddings` is false): neither changes a
+logit.
 """
 
 import json
@@ -42,9 +43,17 @@ class Transformers(Format):
             for key, needed in GPT2_LAYERS.items()
             if parts[key] not in needed
         ]
-        for key, module in (("qknorm", block_of(model).attention.query_norm), ("softcap", model.softcap)):
-            if type(module).__name__ not in ("Identity", "NoSoftcap"):
-                wrong.append(f"{key}={trained.choices.get(key, type(module).__name__)} (GPT-2: none)")
+        attention = block_of(model).attention
+        others = {
+            "qknorm": not isinstance(attention.query_norm, nn.Identity),
+            "softcap": type(model.softcap).__name__ != "NoSoftcap",
+            "softmax": attention.dot_product.sink is not None,
+            "attention_gate": attention.gate is not None,
+        }
+        for key in (key for key, there in others.items() if there):
+            wrong.append(
+                f"{key}={trained.choices.get(key, 'another')} (GPT-2: {'plain' if key == 'softmax' else 'none'})"
+            )
         if wrong:
             raise ConfigError(
                 f"{trained.name} is not GPT-2, so transformers' GPT2LMHeadModel cannot compute it: {', '.join(wrong)}; "

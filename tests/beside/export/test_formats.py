@@ -20,8 +20,10 @@ from stabletrain.beside.export.trained import compare
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.models.nf_resnet import NFResNet
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
+from stabletrain.stability.attention_gate import SigmoidGate
 from stabletrain.stability.qknorm import LayerNormQK
 from stabletrain.stability.softcap import Gemma2Softcap
+from stabletrain.stability.softmax import SinkSoftmax
 from stabletrain.weights import gpt2
 from tests.models.given import small
 from tests.weights.given import GPT2_PARTS, gpt2_like, same, trained
@@ -122,12 +124,15 @@ def test_a_state_that_is_no_tensor_is_refused():
         ({"mlp": "swiglu"}, r"model\.mlp=swiglu \(GPT-2: gelu_tanh\)"),
         ({"qknorm": LayerNormQK(1e-6)}, r"qknorm=layernorm \(GPT-2: none\)"),
         ({"softcap": Gemma2Softcap(50.0, 30.0)}, r"softcap=gemma2 \(GPT-2: none\)"),
+        ({"softmax": SinkSoftmax()}, r"softmax=sink \(GPT-2: plain\)"),
+        ({"attention_gate": SigmoidGate("head")}, r"attention_gate=sigmoid \(GPT-2: none\)"),
     ],
     ids=str,
 )
 def test_what_gpt2_does_not_have_is_refused_by_name(changes, message):
     model = small(**{**GPT2_PARTS, **changes})
     choices = {"model": "gpt2", "qknorm": "layernorm", "softcap": "gemma2"}
+    choices |= {"softmax": "sink", "attention_gate": "sigmoid"}
     with pytest.raises(ConfigError, match=rf"model=gpt2 is not GPT-2.*: {message}; use --to safetensors or --to onnx"):
         Transformers().refuse(trained(model, choices=choices))
 
@@ -243,8 +248,9 @@ def logits_of(place, inputs):
         lambda: gpt2_like(),
         lambda: small(),
         lambda: small(norm="rmsnorm", mlp="swiglu", qknorm=LayerNormQK(1e-6)),
+        lambda: small(softmax=SinkSoftmax(), attention_gate=SigmoidGate("head")),
     ],
-    ids=["gpt2", "rope", "swiglu"],
+    ids=["gpt2", "rope", "swiglu", "sink and gate"],
 )
 def test_onnxruntime_computes_a_gpt_at_any_batch_and_length(model, tmp_path):
     model = model()

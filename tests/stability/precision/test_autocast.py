@@ -99,9 +99,10 @@ def test_scores_beyond_fp16s_range_are_nan_in_fp16_and_exact_in_an_fp32_module()
     torch.testing.assert_close(inside.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sink", [None, nn.Parameter(torch.tensor([0.7]))], ids=["plain", "sink"])
 @pytest.mark.parametrize("softcap", [NoSoftcap(), Gemma2Softcap(50.0, 30.0)], ids=["none", "gemma2"])
-def test_the_gpts_attention_is_exact_in_fp32_modules(softcap):
-    model, inputs = nn.ModuleDict({"dot_product": DotProduct(softcap, 0.0)}), queries_keys_values(1.0)
+def test_the_gpts_attention_is_exact_in_fp32_modules(softcap, sink):
+    model, inputs = nn.ModuleDict({"dot_product": DotProduct(softcap, 0.0, sink)}), queries_keys_values(1.0)
     wanted = model["dot_product"](*[x.double() for x in inputs])
     acting = fp16("dot_product")
     with acting.autocast():
