@@ -63,12 +63,21 @@ KINDS = [
     Kind("QK-RMSNorm", "qknorm=rmsnorm"),
     Kind("QK-clip", "qkclip=kimi"),
     Kind("softcap", "softcap=gemma2"),
+    Kind("sink", "softmax=sink"),
+    Kind("gate per head", "attention_gate=sigmoid"),
+    Kind("gate per element", "attention_gate=sigmoid attention_gate.per=element"),
     # the output
     Kind("z-loss 1e-4", "zloss=palm"),
     Kind("z-loss 1e-5", "zloss=olmo"),
+    Kind("mu-loss", "zloss=mu"),
+    Kind("mu-centering", "zloss=mu_centering"),
     # the residual stream
     Kind("RMSNorm", "model.norm=rmsnorm"),
     Kind("SwiGLU", "model.mlp=swiglu"),
+    Kind("SwiGLU limit 7", "model.mlp=swiglu model.swiglu_limit=7.0", beside="SwiGLU"),
+    Kind("sandwich norms", "norm_placement=sandwich"),
+    Kind("post norms", "norm_placement=post"),
+    Kind("reordered norms", "norm_placement=reordered"),
     Kind("embedding gradient 0.1", "model.embedding_gradient=0.1"),
     Kind("init gpt2", "init=gpt2"),
     Kind("init small", "init=small"),
@@ -80,17 +89,35 @@ KINDS = [
     Kind("clipping agc", "clipping=agc"),
     Kind("clipping zclip", "clipping=zclip"),
     Kind("clipping adagc", "clipping=adagc"),
+    Kind("own AdamW", "optimizer.fused=false"),
+    Kind("clipping update_norm", "clipping=update_norm optimizer.fused=false", beside="clipping none"),
     Kind("StableAdamW", "optimizer=stable_adamw"),
     Kind("SPAM", "optimizer=spam optimizer.reset_interval=100 optimizer.warmup_steps=30"),
     Kind("Muon", "optimizer=muon"),
+    Kind("Muon per head", "optimizer=muon optimizer.per_head=true", beside="Muon"),
+    Kind("Muon momentum warmup", "optimizer=muon optimizer.momentum_warmup=100", beside="Muon"),
+    Kind("Muon original scale", "optimizer=muon optimizer.scale=original", beside="Muon"),
     # rate and decay
     Kind("warmup none", "warmup=none"),
     Kind("warmup cosine", "warmup=cosine"),
     Kind("schedule wsd", "schedule=wsd"),
     Kind("decay coupled", "optimizer.decay=coupled optimizer.weight_decay=0.1"),
+    Kind("decay corrected", "optimizer.decay=corrected optimizer.weight_decay=0.1", beside="decay coupled"),
+    Kind("cautious decay", "optimizer.cautious_decay=true"),
+    Kind("decay everywhere", "optimizer.no_decay=[]"),
+    Kind("decay by cosine", "schedule.weight_decay=cosine"),
+    # weights averaged over time; compared by the loss of the average
+    Kind("EMA", "averaging=ema averaging.decay=0.98", loss="averaging/val_loss"),
+    Kind("mean of snapshots", "averaging=snapshots", loss="averaging/val_loss"),
     # number formats
     Kind("fp32", "precision=fp32"),
     Kind("bf16_params", "precision=bf16_params"),
+    # pairs
+    Kind("QK-LayerNorm and z-loss", "qknorm=layernorm zloss=palm"),
+    Kind("QK-LayerNorm and Muon", "qknorm=layernorm optimizer=muon"),
+    Kind("QK-LayerNorm and gate", "qknorm=layernorm attention_gate=sigmoid"),
+    Kind("QK-LayerNorm and sandwich norms", "qknorm=layernorm norm_placement=sandwich"),
+    Kind("gate and sandwich norms", "attention_gate=sigmoid norm_placement=sandwich"),
 ]
 """The rows, the defaults first."""
 
