@@ -55,6 +55,7 @@ GROUPS: dict[str, Row] = {
     "qknorm": Row(NEW_STATE, "gains start at each channel's mean norm of q and k on a batch; their moments at 0"),
     "softcap": Row(RECORDED, "has no weights; changes little if the cap is far above the largest logits"),
     "qkclip": Row(RECORDED, "has no weights; bounds them after the next update"),
+    "norm_placement": Row(REFUSED, "the weights were trained with the norms in another place", "leave it as it was"),
     "determinism": Row(RECORDED, "other kernels may round differently"),
     "guard": Row(FREE, "judges the next step"),
     "forensics": Row(FREE, "explains later incidents"),
@@ -77,6 +78,7 @@ CHANGED_TO: dict[tuple[str, str], Row] = {
     ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are collected anew"),
     ("clipping", "adagc"): Row(NEW_STATE, "each tensor's average norm is collected anew, from its warm-up on"),
     ("qknorm", "none"): Row(NEW_STATE, "the gains and their moments are dropped"),
+    ("zloss", "mu_centering"): Row(RECORDED, "subtracts the head's mean row after the next update"),
 }
 """Options that differ from their group's row, as the new option."""
 
@@ -112,6 +114,7 @@ KEYS: dict[str, Row] = {
     "guard.escalate": Row(FREE, "acts only after a halt, or on a run that has diverged"),
     "guard.keep": Row(RECORDED, "later steps with bad samples are skipped, or applied without these"),
     "guard.whatif_steps": Row(FREE, "acts only after a halt"),
+    "model.swiglu_limit": Row(RECORDED, "has no weights; changes nothing while gate and up are within it"),
     "model.dropout": Row(RECORDED, "later steps drop another share"),
     "model.embedding_gradient": Row(RECORDED, "scales later gradients"),
     "data.path": Row(FREE, "the data may be moved: its content is compared"),
@@ -140,7 +143,13 @@ HALT_KEYS = ("guard.escalate", "guard.whatif_steps")
 WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *HALT_KEYS, *UNRECORDED_KEYS)
 """Keys that leave every step's result as it is."""
 
-RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.")
+ADDED_GROUPS = {"norm_placement": "pre"}
+"""Groups that older runs do not have, and the option that computes what they computed."""
+
+ADDED_KEYS = {"model.swiglu_limit": None}
+"""Keys that the models of older runs do not have, and the value with which they compute the same."""
+
+RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.", "model.norm_placement.")
 """Copies of other groups in the model's configuration."""
 
 
@@ -192,9 +201,10 @@ def changed_keys(before: Settings, now: Settings) -> dict[str, list[Any]]:
     Leaves out `_target_` and keys that only one of both has, which differ between versions of stabletrain. But if an
     option was changed, all its keys are there, because each option has its own.
     """
-    old = before.flat() | before.choices
+    choices = ADDED_GROUPS | before.choices
+    old = ADDED_KEYS | before.flat() | choices
     new = now.flat() | now.choices
-    options = {group for group, option in now.choices.items() if before.choices.get(group, option) != option}
+    options = {group for group, option in now.choices.items() if choices.get(group, option) != option}
     return {
         key: [old.get(key), value]
         for key, value in sorted(new.items())

@@ -22,8 +22,8 @@ from stabletrain.errors import ConfigError, closest
 ANY_KEY, ANY_TYPED = "any key", "any group"
 """The keys of a rule about every key, and about every override as it was typed."""
 
-CHOSEN_PARTS = ["qknorm", "softcap", "qkclip"]
-"""Groups that have an effect only if the model's YAML refers to them (`qknorm: ${qknorm}`)."""
+CHOSEN_PARTS = {"qknorm": "none", "softcap": "none", "qkclip": "none", "norm_placement": "pre"}
+"""Groups that have an effect only if the model's YAML refers to them (`qknorm: ${qknorm}`), and their null options."""
 
 CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
 """The objective to which z-loss, label smoothing and chunks of logits belong."""
@@ -172,6 +172,7 @@ TYPES = [
     Rule("eval_batches warmup.steps model.vocab_size model.block_size model.num_classes model.in_channels "
          "faults.rank data.workers guard.checksum_every", is_not_null_or(1),
          "{override} is not a whole number", "{corrected}"),
+    Rule("model.swiglu_limit", is_not_null_or(1.0), "{override} is not a number", "{corrected}"),
     Rule("data.path faults.module faults.parameter wandb.entity wandb.group wandb.name", is_not_null_or(""),
          "{override} is not a string", "{corrected}"),
     Rule(ANY_KEY, is_mistyped, "{override} is not {kind}", "{corrected}"),
@@ -219,7 +220,7 @@ RULES = [
     *RANKS,
     Rule("init_strict", lambda run, key: run["init_from"] == "none" and not run[key],
          "{override} does nothing without init_from", "name weights, or leave it out"),
-    Rule(" ".join(CHOSEN_PARTS), lambda run, key: run[key] != "none" and not run.has(f"model.{key}"),
+    Rule(" ".join(CHOSEN_PARTS), lambda run, key: run[key] != CHOSEN_PARTS[key] and not run.has(f"model.{key}"),
          "{chosen} does nothing with model={model}, because {lacking}",
          "{instead}, or a model whose YAML has `{reference}`"),
     Rule("zloss loss_chunk", lambda run, key: run[key] not in ("none", "auto") and has_other_objective(run),
@@ -231,6 +232,10 @@ RULES = [
     Rule("qknorm", lambda run, key: "none" not in (run[key], run["qkclip"]),
          "{chosen} removes the scale of the projections that qkclip={qkclip} clips, so qkclip has no effect",
          "qkclip=none, or qknorm=none"),
+    Rule("norm_placement", lambda run, key: run[key] in ("sandwich", "reordered") and run["init"] == "zero_residual",
+         "{chosen} divides what a branch writes by its size, and init=zero_residual starts it at 0: its gradient would "
+         "be divided by the root of model.norm_eps, and its first update would bring it to full size",
+         "init=gpt2, or norm_placement=pre"),
     Rule("faults qkclip", lambda run, key: run[key] != "none" and run["compile"] == "graph",
          "{chosen} needs Python in every step, and compile=graph repeats only what the card did in one step",
          "{key}=none, or compile=true"),
@@ -269,7 +274,7 @@ def chosen(run: Composed, key: str) -> str:
 def instead(run: Composed, key: str) -> str:
     """Returns what to type instead of a part that the model does not have, or of the preset that chose it."""
     if not run.is_by_preset(key):
-        return f"{key}=none"
+        return f"{key}={CHOSEN_PARTS[key]}"
     unfit = [part for part in CHOSEN_PARTS if not run.has(f"model.{part}")]
     return without_preset(run.choices, [*unfit, *(["zloss"] if has_other_objective(run) else [])])
 

@@ -24,6 +24,7 @@ from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import started
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
+from stabletrain.stability.norm_placement import PreNorm
 from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objective
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.qkclip import NoQKClip
@@ -80,6 +81,7 @@ class Options(StepOptions):
     data: Choice[Dataset]
     qknorm: NoQKNorm  # the model's YAML builds its own from the same keys; this one has been checked
     softcap: NoSoftcap
+    norm_placement: PreNorm
     init: TorchInit
     optimizer: Choice[Callable]
     checkpoint: NoCheckpoints

@@ -78,6 +78,9 @@ REFUSED_WITH_RESNET = {
     "qknorm=rmsnorm": "no attention",
     "softcap=gemma2": "no attention",
     "qkclip=kimi": "no attention",
+    "norm_placement=sandwich": "no attention",
+    "norm_placement=reordered": "no attention",
+    "norm_placement=post": "no attention",
     "stability=qknorm": "no attention",
     "stability=zloss_qknorm": "no attention",
     "stability=full": "no attention",
@@ -236,6 +239,7 @@ CHANGED: dict[str, object] = {
     "model.norm": "rmsnorm",
     "model.norm_eps": 0.1,
     "model.mlp": "swiglu",
+    "model.swiglu_limit": 0.1,
     "model.bias": {False: True, True: False},
     "model.tied_head": {False: True, True: False},
     "model.dropout": 0.3,
@@ -532,6 +536,8 @@ def needed_for(group, option, key, places):
         # An update that is not finite is undone, and its step taken again: nothing of it is left.
         soft = ["faults.value=50"] if placed or (option == "optimizer" and key != "value") else []
         return ["faults.at=[1]", *soft]
+    if name == "model.swiglu_limit":
+        return ["model.mlp=swiglu"]
     if name == "data.length_start":
         return ["data.length_warmup=3"]
     return []

@@ -12,6 +12,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from stabletrain import models
+from stabletrain.config.rules import CHOSEN_PARTS
 
 CONF = Path(__file__).parents[2] / "conf"
 FILLED = {"vocab_size": 256, "block_size": 64, "num_classes": 1000, "in_channels": 3}
@@ -25,8 +26,8 @@ def load(group: str, option: str) -> dict[str, Any]:
 
 def build(option: str, **given: int) -> torch.nn.Module:
     model = load("model", option)
-    model |= {key: (FILLED | given)[key] for key, value in model.items() if value is None}
-    parts = {group: load(group, "none") for group in ("qknorm", "softcap", "qkclip")}
+    model |= {key: (FILLED | given)[key] for key, value in model.items() if value is None and key in FILLED}
+    parts = {group: load(group, option) for group, option in CHOSEN_PARTS.items()}
     return instantiate(OmegaConf.create({"model": model} | parts).model)
 
 
@@ -54,7 +55,7 @@ def test_a_model_has_the_parameters_its_first_line_states(option: str, given: di
 
 @pytest.mark.parametrize(
     "path",
-    [p for g in ("model", "qknorm", "softcap", "qkclip", "init") for p in sorted((CONF / g).glob("*"))],
+    [p for g in ("model", *CHOSEN_PARTS, "zloss", "init") for p in sorted((CONF / g).glob("*"))],
     ids=lambda path: f"{path.parent.name}={path.stem}",
 )
 def test_an_option_opens_with_its_name_and_names_every_argument(path: Path) -> None:
@@ -78,12 +79,12 @@ def test_a_model_in_plain_python_has_the_defaults_of_its_option(option: str) -> 
     parameters = inspect.signature(get_class(keys.pop("_target_"))).parameters
     defaults = {key: parameters[key].default for key in keys}
     for key, value in keys.items():
-        if key in ("qknorm", "softcap", "qkclip"):
-            assert defaults[key] == instantiate(load(key, "none")), "off is an object"
+        if key in CHOSEN_PARTS:
+            assert defaults[key] == instantiate(load(key, CHOSEN_PARTS[key])), "off is an object"
         elif value is not None:
             assert (key, defaults[key]) == (key, value)
     sizes = {"block_size": 128, "num_classes": 1000 if option == "resnet18" else 10, "in_channels": 3}
-    open_keys = [key for key, value in keys.items() if value is None and key != "vocab_size"]
+    open_keys = [key for key in sizes if key in keys and keys[key] is None]
     assert {key: defaults[key] for key in open_keys} == {key: sizes[key] for key in open_keys}
 
 

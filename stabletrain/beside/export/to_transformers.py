@@ -1,7 +1,7 @@
 """Export of a GPT as transformers' GPT2LMHeadModel, where the architecture is GPT-2's.
 
-Learned positions, LayerNorm, a GELU MLP, no QK-norm and no softcap are needed. A GPT without biases gets biases of
-zero, and a head of its own is kept as one (`tie_word_embeddings` is false): neither changes a logit.
+Learned positions, LayerNorm before each branch, a GELU MLP, no QK-norm and no softcap are needed. A GPT without biases
+gets biases of zero, and a head of its own is kept as one (`tie_word_embeddings` is false): neither changes a logit.
 """
 
 import json
@@ -42,9 +42,15 @@ class Transformers(Format):
             for key, needed in GPT2_LAYERS.items()
             if parts[key] not in needed
         ]
-        for key, module in (("qknorm", block_of(model).attention.query_norm), ("softcap", model.softcap)):
-            if type(module).__name__ not in ("Identity", "NoSoftcap"):
-                wrong.append(f"{key}={trained.choices.get(key, type(module).__name__)} (GPT-2: none)")
+        block = block_of(model)
+        others = {
+            "qknorm": (block.attention.query_norm, "Identity", "none"),
+            "softcap": (model.softcap, "NoSoftcap", "none"),
+            "norm_placement": (block.norm_placement, "PreNorm", "pre"),
+        }
+        for key, (part, null, option) in others.items():
+            if type(part).__name__ != null:
+                wrong.append(f"{key}={trained.choices.get(key, type(part).__name__)} (GPT-2: {option})")
         if wrong:
             raise ConfigError(
                 f"{trained.name} is not GPT-2, so transformers' GPT2LMHeadModel cannot compute it: {', '.join(wrong)}; "
@@ -94,7 +100,7 @@ def parts_of(model: GPT) -> dict[str, str]:
     """Returns the names of the model's kinds of position, norm and MLP, as in its config."""
     tables: dict[str, tuple[dict[str, Any], nn.Module]] = {
         "position": (POSITIONS, model.position),
-        "norm": (NORMS, model.norm),
+        "norm": (NORMS, block_of(model).attention_norm),
         "mlp": (MLPS, block_of(model).mlp),
     }
     return {
