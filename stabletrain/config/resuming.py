@@ -24,6 +24,8 @@ from stabletrain.stored.run_files import read_run_record, run_record_or_empty
 
 FREE, RECORDED, NEW_STATE, REFUSED = "free", "recorded", "new state", "refused"
 
+NEW_RUN = "start a new run without resume"
+
 FORK = "init_from=<run> takes its weights into a new run"
 
 
@@ -45,7 +47,7 @@ GROUPS: dict[str, Row] = {
     "model": Row(REFUSED, "the checkpoint's weights have the sizes of its own model", FORK),
     "data": Row(REFUSED, "a step's batch is looked up by its number, so the state would belong to other batches", FORK),
     "objective": Row(REFUSED, "the weights, the guard's window and the best loss are those of the other loss", FORK),
-    "init": Row(REFUSED, "initial weights are drawn once, before the first step", "start a new run without resume"),
+    "init": Row(REFUSED, "initial weights are drawn once, before the first step", NEW_RUN),
     "optimizer": Row(NEW_STATE, "moments and step counters start at 0"),
     "precision": Row(RECORDED, "the weights are cast; nothing else is stored in a precision"),
     "clipping": Row(RECORDED, "it has no state"),
@@ -55,7 +57,7 @@ GROUPS: dict[str, Row] = {
     "qknorm": Row(NEW_STATE, "gains start at each channel's mean norm of q and k on a batch; their moments at 0"),
     "softcap": Row(RECORDED, "has no weights; changes little if the cap is far above the largest logits"),
     "qkclip": Row(RECORDED, "has no weights; bounds them after the next update"),
-    "norm_placement": Row(REFUSED, "the weights were trained with the norms in another place", "leave it as it was"),
+    "norm_placement": Row(REFUSED, "the weights were trained with the norms in another place", NEW_RUN),
     "determinism": Row(RECORDED, "other kernels may round differently"),
     "guard": Row(FREE, "judges the next step"),
     "forensics": Row(FREE, "explains later incidents"),

@@ -59,10 +59,7 @@ class PreNorm:
 
 @dataclass(frozen=True)
 class SandwichNorm(PreNorm):
-    """A norm before and a norm after each branch; the gains of both start at 1.
-
-    Peri-LN may also normalise the embeddings, which this does not, as Gemma 2 does not.
-    """
+    """A norm before and a norm after each branch; the gains of both start at 1. Embeddings are not normalised."""
 
     def output_norm(self, make_norm: MakeNorm) -> nn.Module | None:
         """Returns a norm."""

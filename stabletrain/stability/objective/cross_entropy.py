@@ -117,8 +117,8 @@ def check_head(zloss: NoZLoss, option: str, model: nn.Module, able: bool) -> Non
         return
     if not able:
         raise ConfigError(
-            f"zloss={option} needs the whole weight of the head, but parallel=fsdp shards it across the ranks; fix: "
-            "parallel=ddp, or zloss=palm"
+            f"zloss={option} needs whole tensors, but parallel=fsdp shards them across the ranks: use parallel=ddp, or "
+            "zloss=palm"
         )
     if not isinstance(getattr(classifier(model), "weight", None), nn.Parameter):
         raise ConfigError(
