@@ -209,8 +209,13 @@ class GPT(nn.Module):
         return self.embedding if isinstance(self.head, TiedHead) else self.head
 
     def residual_projections(self) -> list[nn.Linear]:
-        """Returns the linear layers that write to the residual stream, two per block; inits scale them by depth."""
-        blocks = [module for module in self.blocks if isinstance(module, Block)]
+        """Returns the linear layers that write to the residual stream, two per block; inits scale them by depth.
+
+        There are none if a norm stands between: it would undo the scale.
+        """
+        blocks = [
+            each for each in self.blocks if isinstance(each, Block) and not each.norm_placement.normalises_branches
+        ]
         return [linear for block in blocks for linear in (block.attention.out, block.mlp.down)]
 
 

@@ -10,12 +10,11 @@ With sandwich and reordered, a branch adds a vector whose RMS is the gain of its
 linearly. With post, it does not grow, but in deep networks gradients vanish without a long warmup. Sources: Peri-LN,
 arXiv 2502.02732 (sandwich, as in Gemma 2, arXiv 2408.00118); OLMo 2, arXiv 2501.00656 (reordered); Vaswani et al.,
 arXiv 1706.03762, section 5.4 (post); Xiong et al., arXiv 2002.04745, compare pre and post.
-
-A norm after a branch undoes the scale of the branch's last weights, such as the 1 / sqrt(N) of `init=gpt2`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -29,7 +28,14 @@ MakeNorm = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class PreNorm:
-    """A norm before each branch. Base class of all kinds, and what each must offer."""
+    """A norm before each branch. Base class of all kinds, and what each must offer.
+
+    Attributes:
+        normalises_branches: whether what a branch adds is normalised. Then the scale of the branch's last weights has
+            no effect, and an init that makes it small would only bring the variance near the norm's eps.
+    """
+
+    normalises_branches: ClassVar[bool] = False
 
     def output_norm(self, make_norm: MakeNorm) -> nn.Module | None:
         """Returns the second norm of a branch; None if it has one norm, as here."""
@@ -61,6 +67,8 @@ class PreNorm:
 class SandwichNorm(PreNorm):
     """A norm before and a norm after each branch; the gains of both start at 1. Embeddings are not normalised."""
 
+    normalises_branches: ClassVar[bool] = True
+
     def output_norm(self, make_norm: MakeNorm) -> nn.Module | None:
         """Returns a norm."""
         return make_norm()
@@ -81,6 +89,8 @@ class SandwichNorm(PreNorm):
 @dataclass(frozen=True)
 class ReorderedNorm(PreNorm):
     """A norm after each branch, before the sum: OLMo 2's reordered norm."""
+
+    normalises_branches: ClassVar[bool] = True
 
     def __call__(
         self,

@@ -41,7 +41,10 @@ MAY_EXCEED = ("vocab_size", "block_size")
 PARTS = ("qknorm", "softcap", "norm_placement")
 """Keys of a model that hold the option of a config group, and that forward passes depend on."""
 
-ADDED = {"swiglu_limit": None, "norm_placement": {"_target_": f"{PreNorm.__module__}.{PreNorm.__qualname__}"}}
+ADDED: dict[str, Any] = {
+    "swiglu_limit": None,
+    "norm_placement": {"_target_": f"{PreNorm.__module__}.{PreNorm.__qualname__}"},
+}
 """Keys that a GPT of an older version and GPT-2 do not have, and the value with which they compute the same."""
 
 
@@ -157,7 +160,7 @@ def differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, t
     """Returns the keys of two models of one class that differ, each with the source's value and this run's."""
     if theirs.get("_target_") != ours.get("_target_"):
         return {}
-    theirs = ADDED | theirs
+    theirs = {**ADDED, **theirs}
     keys = [key for key in theirs if key in ours and key not in ("_target_", "modality", *ONLY_TRAINING)]
     known = [key for key in keys if key not in FROM_DATA or None not in (theirs[key], ours[key])]
     return {

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from stabletrain.models.layers import KVCache, RMSNorm
+from stabletrain.stability.init import GPT2Init, SmallInit
 from stabletrain.stability.norm_placement import PostNorm, PreNorm, ReorderedNorm, SandwichNorm
 from tests.models.given import small
 
@@ -83,9 +84,9 @@ def streams(kind, scale):
     """Returns the mean square of the residual stream after each block of a new model, whose matrices are scaled."""
     model, found = small(norm_placement=kind(), n_layer=DEPTH, norm="rmsnorm"), []
     with torch.no_grad():
-        for projection in model.residual_projections():
-            projection.weight.mul_(scale)
         for block in model.blocks:
+            block.attention.out.weight.mul_(scale)
+            block.mlp.down.weight.mul_(scale)
             block.register_forward_hook(lambda module, given, out: found.append(float(out.square().mean())))
         model(INPUTS)
     return found
@@ -123,3 +124,14 @@ def test_a_norm_after_a_branch_of_zeros_multiplies_its_gradient_by_one_over_the_
 
     after = gradient(SandwichNorm(), RMSNorm(WIDTH, 1e-6, False).double())
     torch.testing.assert_close(after, 1e3 * gradient(PreNorm(), None), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("init", [GPT2Init(0.02), SmallInit()], ids=str)
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_an_init_scales_the_last_weights_of_a_branch_only_if_no_norm_undoes_it(kind, init):
+    model = small(norm_placement=kind())
+    init(model)
+    block = model.blocks[0]
+    assert (len(model.residual_projections()) == 4) == (kind in (PreNorm, PostNorm))
+    ratio = float(block.attention.value.weight.detach().std() / block.attention.out.weight.detach().std())
+    assert ratio == pytest.approx(2 if kind in (PreNorm, PostNorm) else 1, rel=0.15)
