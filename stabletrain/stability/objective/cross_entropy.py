@@ -146,8 +146,12 @@ class CrossEntropy(Objective):
             raise ConfigError(f"label_smoothing={self.label_smoothing} is outside [0, 1): 0.1 is customary")
 
     def wrap(self, forward: Callable[..., Any], model: nn.Module, tools: StepTools) -> Callable[..., Any]:
-        """Returns `forward`; if the z-loss needs the weight of the head, it returns the model beside the logits."""
-        return (lambda inputs: LogitsOf(forward(inputs), model)) if self.zloss.needs_head else forward
+        """Returns `forward`; if the z-loss needs the weight of the head, the outputs are `with_model`."""
+        return (lambda inputs: self.with_model(forward(inputs), model)) if self.zloss.needs_head else forward
+
+    def with_model(self, outputs: Any, model: nn.Module) -> Any:
+        """Returns logits, with the model if the z-loss needs the weight of its head."""
+        return LogitsOf(outputs, model) if self.zloss.needs_head else outputs
 
     def classes(self, outputs: Any) -> int | None:
         """Returns the last dimension of the logits; 0 if the output has none, which `check` refuses."""

@@ -20,6 +20,7 @@ from stabletrain.beside.export.trained import compare
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.models.nf_resnet import NFResNet
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
+from stabletrain.stability.norm_placement import PostNorm, ReorderedNorm
 from stabletrain.stability.qknorm import LayerNormQK
 from stabletrain.stability.softcap import Gemma2Softcap
 from stabletrain.weights import gpt2
@@ -122,12 +123,15 @@ def test_a_state_that_is_no_tensor_is_refused():
         ({"mlp": "swiglu"}, r"model\.mlp=swiglu \(GPT-2: gelu_tanh\)"),
         ({"qknorm": LayerNormQK(1e-6)}, r"qknorm=layernorm \(GPT-2: none\)"),
         ({"softcap": Gemma2Softcap(50.0, 30.0)}, r"softcap=gemma2 \(GPT-2: none\)"),
+        ({"norm_placement": ReorderedNorm()}, r"norm_placement=reordered \(GPT-2: pre\)"),
+        ({"norm_placement": PostNorm()}, r"norm_placement=PostNorm \(GPT-2: pre\)"),
     ],
     ids=str,
 )
 def test_what_gpt2_does_not_have_is_refused_by_name(changes, message):
     model = small(**{**GPT2_PARTS, **changes})
     choices = {"model": "gpt2", "qknorm": "layernorm", "softcap": "gemma2"}
+    choices |= {"norm_placement": "reordered"} if changes.get("norm_placement") == ReorderedNorm() else {}
     with pytest.raises(ConfigError, match=rf"model=gpt2 is not GPT-2.*: {message}; use --to safetensors or --to onnx"):
         Transformers().refuse(trained(model, choices=choices))
 
