@@ -91,8 +91,14 @@ def test_a_stop_at_a_step_that_is_evaluated_loses_neither_the_state_nor_the_eval
 STATEFUL = {
     "zclip": ["clipping=zclip", "clipping.warmup_steps=3", "clipping.z_threshold=0.5", "optimizer=stable_adamw"],
     "adagc": ["clipping=adagc", "clipping.warmup_steps=3", "optimizer=spam", "optimizer.reset_interval=5"],
-    "muon": ["optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3", "precision=bf16_params", "monitors=full"],
-    "lengths": ["data.length_warmup=9", "data.length_start=2", "schedule=wsd", "warmup=cosine", "init=small"],
+    "muon": [
+        *("optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3", "precision=bf16_params", "monitors=full"),
+        *("zloss=mu_centering", "norm_placement=sandwich"),
+    ],
+    "lengths": [
+        *("data.length_warmup=9", "data.length_start=2", "schedule=wsd", "warmup=cosine", "init=small"),
+        *("zloss=mu", "zloss.coefficient=1", "norm_placement=post"),
+    ],
 }
 
 
