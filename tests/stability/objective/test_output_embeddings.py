@@ -11,7 +11,9 @@ from stabletrain.records import IGNORE_INDEX, Batch
 from stabletrain.stability.objective import CrossEntropy, MuCentering, MuLoss, NoZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.stability.objective.cross_entropy import check_head
+from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.step import train_step
+from stabletrain.trainer.before_after import Subject, loss_on
 from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, composed
 from tests.stability.objective.test_chunked_loss import VOCAB, Run, chunk_example, gpt, gradients
@@ -54,6 +56,16 @@ def test_micro_batches_add_up_to_the_term_once_whatever_their_targets():
         ]
         assert [float(terms.detach().parts["zloss"]) > 0 for terms in shares] == [True, True, False]
         assert sum(float(terms.detach().parts["zloss"]) for terms in shares) == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_loss_before_and_after_a_changed_resume_has_the_term():
+    model, (inputs, targets) = gpt(), chunk_example()
+    found = [
+        loss_on(Subject(model, Run(model).tools.precision, CrossEntropy(zloss), Sanitizer()), Batch(inputs, targets))
+        for zloss in (NoZLoss(), MuLoss(100.0))
+    ]
+    mu = model.head.weight.detach().double().mean(0)
+    assert found[1] - found[0] == pytest.approx(100 * float(mu @ mu), rel=1e-4)
 
 
 def test_without_it_the_forward_pass_is_not_wrapped():
