@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.stability.after_update import AfterUpdate
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.precision.base import FullPrecision
-from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.sanitize import Sanitizer
 
 
@@ -29,7 +29,7 @@ class Tools:
         precision: number format of forward and backward, and the loss scale.
         objective: the loss, and what an evaluation reports beside it.
         clipping: clips gradients.
-        after_update: bounds the weights after an update.
+        after_update: changes the weights after an update.
         guard: decides which updates reach the weights, and what happens after a skip.
         learning_rate: returns the learning rate of a step, counted from 0, as a fraction of its peak.
         determinism: seeds the randomness of a step.
@@ -41,7 +41,7 @@ class Tools:
     precision: FullPrecision
     objective: Objective
     clipping: NoClip
-    after_update: NoQKClip
+    after_update: AfterUpdate
     guard: NoGuard
     learning_rate: Callable[[int], float]
     determinism: Off

@@ -30,6 +30,7 @@ from stabletrain.config.jobs import explained
 from stabletrain.config.make import Choice, leaves, plain
 from stabletrain.config.moved import updated
 from stabletrain.config.recorded import Group
+from stabletrain.config.resuming import ADDED_GROUPS
 from stabletrain.config.rules import CHOSEN_PARTS
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 from stabletrain.forensics import saved_step as files
@@ -56,6 +57,9 @@ PARTS = ("qknorm", "softcap", "softmax", "attention_gate")
 ACTING = ("model", "precision", "zloss", *PARTS, "determinism", "label_smoothing", "grad_accum_steps")
 """Settings that forward and backward depend on, besides weights and batch; these may be overridden."""
 
+OF_WEIGHTS = ("model", "norm_placement")
+"""Groups with whose option the recorded weights were trained, and without which they mean nothing."""
+
 PRESETS = ("stability",)
 """Config groups that only choose options of other groups."""
 
@@ -74,14 +78,16 @@ def overridden_config(
     everything = parsed(overrides, config_dir)
     groups = [override for override in overrides if key_of(override) in choices]
     for override in overrides:
+        if (group := key_of(override)) in OF_WEIGHTS:
+            fix = "override its keys" if group == "model" else "omit it"
+            option = choices.get(group, ADDED_GROUPS.get(group))
+            raise ConfigError(f"{override}: the incident's weights are of {group}={option}; {fix}")
         root = key_of(override).partition(".")[0]
         if root not in (*ACTING, *PRESETS, "device") and root in [*choices, *recorded]:
             raise ConfigError(
                 f"{override} does not affect one step's forward and backward, so a replay cannot try it; train with "
                 f"it, or try one of {', '.join((*ACTING, *PRESETS))}"
             )
-        if key_of(override) == "model":
-            raise ConfigError(f"{override}: the incident's weights are of model={choices['model']}; override its keys")
     cfg = DictConfig(OmegaConf.to_container(recorded))
     taken = chosen_options(groups, config_dir) if groups else {}
     for group, node in taken.items():
@@ -215,6 +221,7 @@ class RecordedConfig(Recorded, total=False):
     softcap: Group
     softmax: Group
     attention_gate: Group
+    norm_placement: Group
     label_smoothing: float
     loss_chunk: int | str
 

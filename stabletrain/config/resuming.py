@@ -24,6 +24,8 @@ from stabletrain.stored.run_files import read_run_record, run_record_or_empty
 
 FREE, RECORDED, NEW_STATE, REFUSED = "free", "recorded", "new state", "refused"
 
+NEW_RUN = "start a new run without resume"
+
 FORK = "init_from=<run> takes its weights into a new run"
 
 
@@ -45,7 +47,7 @@ GROUPS: dict[str, Row] = {
     "model": Row(REFUSED, "the checkpoint's weights have the sizes of its own model", FORK),
     "data": Row(REFUSED, "a step's batch is looked up by its number, so the state would belong to other batches", FORK),
     "objective": Row(REFUSED, "the weights, the guard's window and the best loss are those of the other loss", FORK),
-    "init": Row(REFUSED, "initial weights are drawn once, before the first step", "start a new run without resume"),
+    "init": Row(REFUSED, "initial weights are drawn once, before the first step", NEW_RUN),
     "optimizer": Row(NEW_STATE, "moments and step counters start at 0"),
     "precision": Row(RECORDED, "the weights are cast; nothing else is stored in a precision"),
     "clipping": Row(RECORDED, "it has no state"),
@@ -57,6 +59,7 @@ GROUPS: dict[str, Row] = {
     "qkclip": Row(RECORDED, "has no weights; bounds them after the next update"),
     "softmax": Row(NEW_STATE, "sinks start at 0, which leaves most weight with the keys; their moments at 0"),
     "attention_gate": Row(REFUSED, "a new gate is 1/2, so it would halve what trained heads give", FORK),
+    "norm_placement": Row(REFUSED, "the weights were trained with the norms in another place", NEW_RUN),
     "determinism": Row(RECORDED, "other kernels may round differently"),
     "guard": Row(FREE, "judges the next step"),
     "forensics": Row(FREE, "explains later incidents"),
@@ -81,6 +84,7 @@ CHANGED_TO: dict[tuple[str, str], Row] = {
     ("qknorm", "none"): Row(NEW_STATE, "the gains and their moments are dropped"),
     ("softmax", "plain"): Row(NEW_STATE, "the sinks and their moments are dropped"),
     ("attention_gate", "none"): Row(REFUSED, "without its gates, what trained heads give would about double", FORK),
+    ("zloss", "mu_centering"): Row(RECORDED, "subtracts the head's mean row after the next update"),
 }
 """Options that differ from their group's row, as the new option."""
 
@@ -116,6 +120,7 @@ KEYS: dict[str, Row] = {
     "guard.escalate": Row(FREE, "acts only after a halt, or on a run that has diverged"),
     "guard.keep": Row(RECORDED, "later steps with bad samples are skipped, or applied without these"),
     "guard.whatif_steps": Row(FREE, "acts only after a halt"),
+    "model.swiglu_limit": Row(RECORDED, "has no weights; changes nothing while gate and up are within it"),
     "model.dropout": Row(RECORDED, "later steps drop another share"),
     "model.embedding_gradient": Row(RECORDED, "scales later gradients"),
     "data.path": Row(FREE, "the data may be moved: its content is compared"),
@@ -144,12 +149,17 @@ HALT_KEYS = ("guard.escalate", "guard.whatif_steps")
 WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *HALT_KEYS, *UNRECORDED_KEYS)
 """Keys that leave every step's result as it is."""
 
-RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.", "model.softmax.", "model.attention_gate.")
+ADDED_GROUPS = {"softmax": "plain", "attention_gate": "none", "norm_placement": "pre"}
+"""Groups that older runs do not have, and the option that computes what they computed."""
+
+ADDED_KEYS = {"model.swiglu_limit": None}
+"""Keys that the models of older runs do not have, and the value with which they compute the same."""
+
+RENAMED_PARTS = (
+    *("model.qknorm.", "model.softcap.", "model.qkclip.", "model.softmax."),
+    *("model.attention_gate.", "model.norm_placement."),
+)
 """Copies of other groups in the model's configuration."""
-
-
-NEWER_GROUPS = {"softmax": "plain", "attention_gate": "none"}
-"""Groups that runs of older versions lack, with the option that computes what these runs did."""
 
 
 class Settings(NamedTuple):
@@ -169,7 +179,7 @@ class Settings(NamedTuple):
 
     def options(self) -> dict[str, str]:
         """Returns the option of each group, also of those that are newer than the run."""
-        return NEWER_GROUPS | self.choices
+        return ADDED_GROUPS | self.choices
 
 
 def settings(config: Mapping[str, Any], choices: Mapping[str, str]) -> Settings:
@@ -204,7 +214,7 @@ def changed_keys(before: Settings, now: Settings) -> dict[str, list[Any]]:
     Leaves out `_target_` and keys that only one of both has, which differ between versions of stabletrain. But if an
     option was changed, all its keys are there, because each option has its own.
     """
-    old = before.flat() | before.options()
+    old = ADDED_KEYS | before.flat() | before.options()
     new = now.flat() | now.options()
     options = {group for group, option in now.choices.items() if old.get(group, option) != option}
     return {

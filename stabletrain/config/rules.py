@@ -23,6 +23,7 @@ ANY_KEY, ANY_TYPED = "any key", "any group"
 """The keys of a rule about every key, and about every override as it was typed."""
 
 CHOSEN_PARTS = {"qknorm": "none", "softcap": "none", "qkclip": "none", "softmax": "plain", "attention_gate": "none"}
+CHOSEN_PARTS |= {"norm_placement": "pre"}
 """Groups that act only if the model's YAML refers to them (`qknorm: ${qknorm}`), each with its option that does not."""
 
 CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
@@ -172,6 +173,7 @@ TYPES = [
     Rule("eval_batches warmup.steps model.vocab_size model.block_size model.num_classes model.in_channels "
          "faults.rank data.workers guard.checksum_every", is_not_null_or(1),
          "{override} is not a whole number", "{corrected}"),
+    Rule("model.swiglu_limit", is_not_null_or(1.0), "{override} is not a number", "{corrected}"),
     Rule("data.path faults.module faults.parameter wandb.entity wandb.group wandb.name", is_not_null_or(""),
          "{override} is not a string", "{corrected}"),
     Rule(ANY_KEY, is_mistyped, "{override} is not {kind}", "{corrected}"),
@@ -231,6 +233,10 @@ RULES = [
     Rule("qknorm", lambda run, key: "none" not in (run[key], run["qkclip"]),
          "{chosen} removes the scale of the projections that qkclip={qkclip} clips, so qkclip has no effect",
          "qkclip=none, or qknorm=none"),
+    Rule("norm_placement", lambda run, key: run[key] in ("sandwich", "reordered") and run["init"] == "zero_residual",
+         "{chosen} divides what a branch writes by its size, and init=zero_residual starts it at 0: its gradient would "
+         "be divided by the root of model.norm_eps, and its first update would bring it to full size",
+         "init=gpt2, or norm_placement=pre"),
     Rule("faults qkclip", lambda run, key: run[key] != "none" and run["compile"] == "graph",
          "{chosen} needs Python in every step, and compile=graph repeats only what the card did in one step",
          "{key}=none, or compile=true"),

@@ -1,14 +1,15 @@
-"""A small GPT: a pre-LN decoder from tokens to logits.
+"""A small GPT: a decoder from tokens to logits, pre-LN by default.
 
     x = embedding(tokens)
     x = x + attention(norm(x));  x = x + mlp(norm(x))        in each block
     logits = head(norm(x))
 
 Sources: GPT-2 (Radford et al. 2019) for the shape, RoPE (arXiv 2104.09864), SwiGLU (arXiv 2002.05202), RMSNorm
-(arXiv 1910.07467). QK-norm, softmax, softcap, QK-clip and the attention's gate are objects passed to the constructor.
-Positions, norms and MLPs are looked up by name in `layers.py`.
+(arXiv 1910.07467). QK-norm, softmax, softcap, QK-clip, the attention's gate and the placement of the norms are objects
+passed to the constructor. Positions, norms and MLPs are looked up by name in `layers.py`.
 """
 
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -28,6 +29,7 @@ from stabletrain.models.layers import (
     SwiGLUMLP,
 )
 from stabletrain.stability.attention_gate import NoAttentionGate
+from stabletrain.stability.norm_placement import PreNorm
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import NoSoftcap
@@ -35,10 +37,15 @@ from stabletrain.stability.softmax import PlainSoftmax
 
 NO_QKNORM, NO_SOFTCAP, NO_QKCLIP = NoQKNorm(), NoSoftcap(), NoQKClip()
 PLAIN_SOFTMAX, NO_ATTENTION_GATE = PlainSoftmax(), NoAttentionGate()
+PRE_NORM = PreNorm()
 
 
 class Block(nn.Module):
-    """One pre-LN block: attention, then MLP, each added to the residual stream."""
+    """One block: attention, then MLP, each added to the residual stream.
+
+    Args:
+        attention_output_norm, mlp_output_norm: the second norms of the branches; None if they have one each.
+    """
 
     def __init__(
         self,
@@ -47,25 +54,33 @@ class Block(nn.Module):
         mlp_norm: nn.Module,
         mlp: GELUMLP | SwiGLUMLP,
         dropout: float,
+        norm_placement: PreNorm = PRE_NORM,
+        attention_output_norm: nn.Module | None = None,
+        mlp_output_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.norm_placement = norm_placement
         self.attention_norm = attention_norm
         self.attention = attention
+        self.attention_output_norm = attention_output_norm
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.mlp_output_norm = mlp_output_norm
         self.dropout = nn.Dropout(dropout)
 
     def forward(
         self, x: Float[Tensor, "batch time width"], position: Rotary | LearnedPosition, cache: KVCache | None
     ) -> Float[Tensor, "batch time width"]:
-        x = x + self.dropout(self.attention(self.attention_norm(x), position, cache))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        attend = partial(self.attention, position=position, cache=cache)
+        x = self.norm_placement(x, attend, self.attention_norm, self.attention_output_norm, self.dropout)
+        return self.norm_placement(x, self.mlp, self.mlp_norm, self.mlp_output_norm, self.dropout)
 
 
 class GPT(nn.Module):
-    """A pre-LN decoder with nanoGPT's argument names. The defaults are those of `model=gpt_nano` on `data=stdlib`.
+    """A decoder with nanoGPT's argument names. The defaults are those of `model=gpt_nano` on `data=stdlib`.
 
-    Modules: `embedding`, `position`, `blocks.<i>.{attention_norm, attention, mlp_norm, mlp}`, `norm`, `head`.
+    Modules: `embedding`, `position`, `blocks.<i>.{attention_norm, attention, mlp_norm, mlp}`, `norm`, `head`; and
+    `blocks.<i>.{attention_output_norm, mlp_output_norm}` with a norm after each branch as well as before.
     Parameters are fp32 with PyTorch's default initialisation; `stability/init.py` overwrites it.
 
     Args:
@@ -76,6 +91,7 @@ class GPT(nn.Module):
         norm: `layernorm` or `rmsnorm`.
         norm_eps: added to the variance (LayerNorm) or mean square (RMSNorm).
         mlp: `gelu`, `gelu_tanh` (GPT-2's, the tanh approximation) or `swiglu`.
+        swiglu_limit: bound of the two factors of a SwiGLU; None for none.
         bias: whether LayerNorms and linear layers, except the head, have biases.
         tied_head: whether the head shares the embedding matrix, which then appears once in the state dict.
         dropout: dropout probability of the embeddings, the attention weights and each branch's output, in [0, 1).
@@ -98,6 +114,7 @@ class GPT(nn.Module):
         norm: str = "layernorm",
         norm_eps: float = 1e-6,
         mlp: str = "gelu",
+        swiglu_limit: float | None = None,
         bias: bool = False,
         tied_head: bool = False,
         dropout: float = 0.0,
@@ -107,6 +124,7 @@ class GPT(nn.Module):
         qkclip: NoQKClip = NO_QKCLIP,
         softmax: PlainSoftmax = PLAIN_SOFTMAX,
         attention_gate: NoAttentionGate = NO_ATTENTION_GATE,
+        norm_placement: PreNorm = PRE_NORM,
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
@@ -119,7 +137,9 @@ class GPT(nn.Module):
             raise ConfigError(f"model.norm_eps={norm_eps} is above 1: it would hide the size of the values; use 1e-6")
         if not 0 < embedding_gradient <= 1:
             raise ConfigError(f"model.embedding_gradient={embedding_gradient} is outside (0, 1]: 0.1 is GLM-130B's")
-        make_norm, make_mlp = choice("norm", norm, NORMS), choice("mlp", mlp, MLPS)
+        make_norm, make_mlp = partial(choice("norm", norm, NORMS), n_embd, norm_eps, bias), choice("mlp", mlp, MLPS)
+        check_limit(swiglu_limit, mlp)
+        limits = {} if swiglu_limit is None else {"limit": swiglu_limit}
         self.block_size = block_size
         self.n_layer = n_layer
         self.softcap = softcap
@@ -129,15 +149,18 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(
-                attention_norm=make_norm(n_embd, norm_eps, bias),
+                attention_norm=make_norm(),
                 attention=Attention(n_embd, n_head, bias, dropout, qknorm, softcap, qkclip, softmax, attention_gate),
-                mlp_norm=make_norm(n_embd, norm_eps, bias),
-                mlp=make_mlp(n_embd, bias),
+                mlp_norm=make_norm(),
+                mlp=make_mlp(n_embd, bias, **limits),
                 dropout=dropout,
+                norm_placement=norm_placement,
+                attention_output_norm=norm_placement.output_norm(make_norm),
+                mlp_output_norm=norm_placement.output_norm(make_norm),
             )
             for _ in range(n_layer)
         )
-        self.norm = make_norm(n_embd, norm_eps, bias)
+        self.norm = norm_placement.final_norm(make_norm)
         self.head = TiedHead() if tied_head else Head(n_embd, vocab_size)
 
     def forward(
@@ -191,8 +214,13 @@ class GPT(nn.Module):
         return self.embedding if isinstance(self.head, TiedHead) else self.head
 
     def residual_projections(self) -> list[nn.Linear]:
-        """Returns the linear layers that write to the residual stream, two per block; inits scale them by depth."""
-        blocks = [module for module in self.blocks if isinstance(module, Block)]
+        """Returns the linear layers that write to the residual stream, two per block; inits scale them by depth.
+
+        There are none if a norm stands between: it would undo the scale.
+        """
+        blocks = [
+            each for each in self.blocks if isinstance(each, Block) and not each.norm_placement.normalises_branches
+        ]
         return [linear for block in blocks for linear in (block.attention.out, block.mlp.down)]
 
 
@@ -209,6 +237,22 @@ def check_heads(n_embd: int, n_head: int) -> None:
         raise ConfigError(
             f"model.n_embd={n_embd} is not a multiple of model.n_head={n_head}: "
             f"choose n_embd={-(-n_embd // n_head) * n_head} or another number of heads"
+        )
+
+
+def check_limit(swiglu_limit: float | None, mlp: str) -> None:
+    """Raises ConfigError if the limit is no finite number above 0, or the MLP is no SwiGLU."""
+    if swiglu_limit is None:
+        return
+    if mlp != "swiglu":
+        raise ConfigError(
+            f"model.swiglu_limit={swiglu_limit} does nothing with model.mlp={mlp}; fix: model.mlp=swiglu, or "
+            "model.swiglu_limit=null"
+        )
+    if not 0 < swiglu_limit < float("inf"):
+        raise ConfigError(
+            f"model.swiglu_limit={swiglu_limit} is not a finite number above 0: DeepSeek-V4 uses 10, gpt-oss 7; fix: "
+            "model.swiglu_limit=10, or null for no limit"
         )
 
 

@@ -120,18 +120,25 @@ class TanhGELUMLP(GELUMLP):
 class SwiGLUMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`, arXiv 2002.05202, with a hidden width of 8/3 `n_embd`, a multiple of 64.
 
-    It has as many parameters as a GELU MLP, up to rounding.
+    It has as many parameters as a GELU MLP, up to rounding. For large inputs it grows like their square. With a
+    `limit`, `gate(x)` is at most that, and `up(x)` within plus or minus that; a value beyond it has a gradient of 0.
+    DeepSeek-V4 has a limit of 10, against loss spikes, and gpt-oss one of 7. Two other changes of gpt-oss are no part
+    of the limit: `sigmoid(1.702 gate)` and `up + 1`. `silu` is above -0.28, so the gate needs no lower limit.
     """
 
-    def __init__(self, n_embd: int, bias: bool) -> None:
+    def __init__(self, n_embd: int, bias: bool, limit: float | None = None) -> None:
         super().__init__()
+        self.limit = limit
         hidden = 64 * -(-n_embd // 24)  # 64 ceil(8/3 n_embd / 64) in integers
         self.gate = nn.Linear(n_embd, hidden, bias=bias)
         self.up = nn.Linear(n_embd, hidden, bias=bias)
         self.down = nn.Linear(hidden, n_embd, bias=bias)
 
     def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.gate(x), self.up(x)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+        return self.down(F.silu(gate) * up)
 
 
 POSITIONS = {"rope": Rotary, "learned": LearnedPosition}

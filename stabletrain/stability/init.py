@@ -5,7 +5,8 @@ PyTorch's global generator in the order of `model.modules()`, so the same seed g
 layers, convolutions and embeddings. Norms keep their gains, biases become 0, an embedding's padding row becomes 0.
 
 A model declares the ends of its residual branches with two methods. `residual_projections()` lists the `nn.Linear`
-whose output is added to the residual stream; `residual_gains()` lists the parameters that multiply the end of a branch.
+whose output is added to the residual stream, without a norm between; `residual_gains()` lists the parameters that
+multiply the end of a branch.
 """
 
 import math
@@ -198,13 +199,13 @@ def listed(model: nn.Module, method: str) -> list:
 
 
 def projections(model: nn.Module, init: str) -> set[nn.Module]:
-    """Returns the model's residual projections.
+    """Returns the model's residual projections; an empty list says that norms follow them, so none is to be scaled.
 
     Raises:
-        ConfigError: the model lists none.
+        ConfigError: the model has no such list.
     """
-    if found := listed(model, "residual_projections"):
-        return set(found)
+    if callable(getattr(model, "residual_projections", None)):
+        return set(listed(model, "residual_projections"))
     raise ConfigError(
         f"init={init} scales the residual projections, but {type(model).__name__} lists none: use init=torch, "
         "or give the model a method residual_projections() that lists the nn.Linear modules at the end of its residual "

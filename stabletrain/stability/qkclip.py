@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import LOGITS_AT_ONCE
+from stabletrain.stability.after_update import AfterUpdate
 
 QUERY_BLOCK = 128
 """The queries measured at once are a multiple of this."""
@@ -61,8 +62,8 @@ class LogitMeter(nn.Module):
 
 
 @dataclass(frozen=True)
-class NoQKClip:
-    """No QK-clip. Base class of all kinds, and what each must offer."""
+class NoQKClip(AfterUpdate):
+    """No QK-clip. Base class of all kinds, and what each must offer beside `AfterUpdate`."""
 
     def meter(self, n_head: int) -> nn.Module:
         """Returns the module that every attention of `n_head` heads calls with its queries and keys.
@@ -70,13 +71,6 @@ class NoQKClip:
         This one measures nothing.
         """
         return NoMeter()
-
-    def maxima(self, model: nn.Module) -> list[Tensor]:
-        """Returns this rank's maxima, which the caller replaces in place by those of all ranks: none."""
-        return []
-
-    def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:
-        """Bounds the weights after the update, if `gate` is open; must not synchronize with the host. Does nothing."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.stability.after_update import AfterUpdate
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.precision.base import FullPrecision
-from stabletrain.stability.qkclip import NoQKClip
 
 
 @runtime_checkable
@@ -19,7 +19,7 @@ class StepTools(Protocol):
     @property
     def clipping(self) -> NoClip: ...
     @property
-    def after_update(self) -> NoQKClip: ...
+    def after_update(self) -> AfterUpdate: ...
     @property
     def parallel(self) -> SingleProcess: ...
     def scale(self, loss: Tensor) -> Tensor: ...

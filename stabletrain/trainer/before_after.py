@@ -71,7 +71,7 @@ def loss_on(subject: Subject, batch: Batch) -> float:
         torch.manual_seed(0)
         inputs, _, _ = subject.sanitizer.inputs(batch.inputs)
         with subject.precision.autocast():
-            outputs = subject.model(inputs)
+            outputs = subject.objective.with_model(subject.model(inputs), subject.model)
         targets, _ = subject.sanitizer.targets(batch.targets, subject.objective.classes(outputs))
         clean = batch.having(inputs, targets)
         n_valid = torch.full((), max(1, clean.count_targets()), device=inputs.device)

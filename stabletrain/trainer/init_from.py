@@ -14,11 +14,14 @@ from torch import nn
 
 from stabletrain.checkpoint import reader
 from stabletrain.checkpoint.folder import Folder, inside
+from stabletrain.config.arguments import show
 from stabletrain.config.make import Choice
 from stabletrain.config.moved import updated
+from stabletrain.config.resuming import ADDED_GROUPS
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.parallel.ranks import Ranks, run_on_main
+from stabletrain.stability.norm_placement import PreNorm
 from stabletrain.tracking.run_folder import RunFolder
 from stabletrain.trainer.contract import FROM_DATA
 from stabletrain.trainer.options import Options
@@ -26,7 +29,8 @@ from stabletrain.trainer.saved import config_of, open_sizes, sizes_in
 from stabletrain.weights.load import Fit, fit, load_
 from stabletrain.weights.sources import Source, find
 
-MEANING = ("n_head", "position", "norm", "mlp", "stem", "alpha", "qknorm", "softmax", "attention_gate")
+MEANING = ("n_head", "position", "norm", "mlp", "stem", "alpha")
+MEANING += ("qknorm", "softmax", "attention_gate", "norm_placement")
 """Keys of a model that can differ although all shapes agree, and then make the weights compute something else."""
 
 ONLY_TRAINING = ("dropout", "embedding_gradient")
@@ -35,8 +39,14 @@ ONLY_TRAINING = ("dropout", "embedding_gradient")
 MAY_EXCEED = ("vocab_size", "block_size")
 """Sizes of a model that may be larger than the data needs; numbers of classes and channels are the data's."""
 
-PARTS = ("qknorm", "softcap", "softmax", "attention_gate")
+PARTS = ("qknorm", "softcap", "softmax", "attention_gate", "norm_placement")
 """Keys of a model that hold the option of a config group, and that forward passes depend on."""
+
+ADDED: dict[str, Any] = {
+    "swiglu_limit": None,
+    "norm_placement": {"_target_": f"{PreNorm.__module__}.{PreNorm.__qualname__}"},
+}
+"""Keys that a GPT of an older version and GPT-2 do not have, and the value with which they compute the same."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +161,9 @@ def differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, t
     """Returns the keys of two models of one class that differ, each with the source's value and this run's."""
     if theirs.get("_target_") != ours.get("_target_"):
         return {}
+    theirs = {**ADDED, **theirs}
     keys = [key for key in theirs if key in ours and key not in ("_target_", "modality", *ONLY_TRAINING)]
-    known = [key for key in keys if None not in (theirs[key], ours[key])]
+    known = [key for key in keys if key not in FROM_DATA or None not in (theirs[key], ours[key])]
     return {
         key: (theirs[key], ours[key])
         for key in known
@@ -171,10 +182,11 @@ def to_type(
     if theirs.get("_target_") != ours.get("_target_"):
         return f"model={options['model']}" if "model" in options else ""
     words = [
-        f"model.{key}={str(value).lower() if isinstance(value, bool) else value}"
+        f"model.{key}={show(value)}"
         for key, (value, mine) in other.items()
         if not isinstance(value, dict) and (key not in FROM_DATA or (key in MAY_EXCEED and value > mine))
     ]
+    options = ADDED_GROUPS | {**options}
     words += [f"{part}={options[part]}" for part in PARTS if part in other and options.get(part) != choices.get(part)]
     return " ".join(words)
 

@@ -25,6 +25,7 @@ from stabletrain.program import started
 from stabletrain.stability.attention_gate import NoAttentionGate
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
+from stabletrain.stability.norm_placement import PreNorm
 from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objective
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.qkclip import NoQKClip
@@ -84,6 +85,7 @@ class Options(StepOptions):
     softcap: NoSoftcap
     softmax: PlainSoftmax
     attention_gate: NoAttentionGate
+    norm_placement: PreNorm
     init: TorchInit
     optimizer: Choice[Callable]
     checkpoint: NoCheckpoints

@@ -27,8 +27,10 @@ from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group,
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import say
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
+from stabletrain.stability.after_update import InTurn
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.objective.chunked_loss import with_loss_chunk
+from stabletrain.stability.objective.cross_entropy import check_head
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.sanitize import Sanitizer
@@ -406,12 +408,14 @@ def tools_from_options(
     Raises:
         ConfigError: a value is out of bounds.
     """
+    zloss = options.choices["zloss"] if isinstance(options, Options) else type(options.zloss).__name__
+    check_head(options.zloss, zloss, model, head_apart)
     return Tools(
         sanitizer=Sanitizer(vocab_size),
         precision=precision,
         objective=with_loss_chunk(options.objective, options.loss_chunk, model, head_apart),
         clipping=options.clipping,
-        after_update=options.qkclip,
+        after_update=InTurn((options.qkclip, options.zloss.after_update)),
         guard=guard,
         learning_rate=LearningRate(options.warmup, options.schedule, options.steps),
         determinism=options.determinism,

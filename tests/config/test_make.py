@@ -24,6 +24,7 @@ from stabletrain.parallel.single import SingleProcess
 from stabletrain.stability.attention_gate import NoAttentionGate
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
+from stabletrain.stability.norm_placement import PreNorm
 from stabletrain.stability.objective import NoZLoss
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.qkclip import NoQKClip
@@ -187,6 +188,7 @@ ROLES: dict[str, Any] = {
     "guard": NoGuard,
     "init": TorchInit,
     "monitors": NoMonitors,
+    "norm_placement": PreNorm,
     "optimizer": Callable,
     "parallel": SingleProcess,
     "precision": FullPrecision,

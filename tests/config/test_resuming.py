@@ -50,6 +50,8 @@ def test_every_refusal_says_what_to_do_instead():
         ("guard.sigma", 1, 2, FREE),
         ("model.n_layer", 1, 2, REFUSED),
         ("model.dropout", 0.0, 0.1, RECORDED),
+        ("model.swiglu_limit", None, 7, RECORDED),
+        ("norm_placement", "pre", "reordered", REFUSED),
         ("data.block_size", 1, 2, REFUSED),
         ("data.workers", 1, 2, FREE),
         ("mine.key", 1, 2, RECORDED),
@@ -105,6 +107,25 @@ def test_an_option_is_named_before_its_keys(begun):
         checked(begun, "data=text", "data.path=somewhere")
     with pytest.raises(ConfigError, match="^init=small: .* start a new run without resume"):
         checked(begun, "init=small")
+
+
+def test_an_older_run_without_a_group_or_key_had_what_computes_the_same(begun, tmp_path):
+    shutil.copytree(begun, tmp_path / "run")
+    recorded = OmegaConf.load(tmp_path / "run/.hydra/config.yaml")
+    del recorded.norm_placement, recorded.model.norm_placement, recorded.model.swiglu_limit
+    OmegaConf.save(recorded, tmp_path / "run/.hydra/config.yaml")
+    hydra = OmegaConf.load(tmp_path / "run/.hydra/hydra.yaml")
+    del hydra.hydra.runtime.choices.norm_placement
+    OmegaConf.save(hydra, tmp_path / "run/.hydra/hydra.yaml")
+    checked(tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match="norm_placement=reordered: the run in .* has norm_placement=pre, which a res"
+    ):
+        checked(tmp_path / "run", "norm_placement=reordered")
+    older = resuming.recorded_settings(tmp_path / "run", 1)
+    with composed(*TINY_GPT, "steps=10", "model.mlp=swiglu", "model.swiglu_limit=7") as cfg:
+        changes = resuming.changed_keys(older, settings(cfg, HydraConfig.get().runtime.choices))
+    assert changes == {"model.mlp": ["gelu", "swiglu"], "model.swiglu_limit": [None, 7]}
 
 
 def test_a_checkpoint_stands_for_the_run_that_wrote_it(begun, tmp_path):

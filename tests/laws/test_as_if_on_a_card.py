@@ -40,7 +40,8 @@ MODELS = {
 }
 
 ACTING = ("optimizer", "precision", "clipping", "warmup", "schedule", "zloss", "qknorm", "softcap", "init")
-ACTING += ("determinism", "qkclip", "softmax", "attention_gate", "guard", "stability", "monitors", "faults")
+ACTING += ("determinism", "qkclip", "softmax", "attention_gate", "norm_placement", "guard", "stability", "monitors")
+ACTING += ("faults",)
 NOT_HERE = {
     "faults=bitflip": "flips a bit of a real tensor",
     "faults=optimizer": "reads whether the step was withheld, and writes a number from the host",
@@ -133,7 +134,7 @@ def test_every_option_trains(tmp_path, card, model, option):
 KEYS = {
     "gpt": [
         "grad_accum_steps=2 loss_chunk=8 zloss=palm guard.checksum_every=1",
-        "loss_chunk=8 precision=fp16 model.mlp=swiglu model.norm=rmsnorm model.bias=true",
+        "loss_chunk=8 precision=fp16 model.mlp=swiglu model.swiglu_limit=7 model.norm=rmsnorm model.bias=true zloss=mu",
         "loss_chunk=8 precision=bf16_params model.vocab_size=300",
         "loss_chunk=none model.vocab_size=300 label_smoothing=0.1 model.tied_head=false model.position=learned "
         "model.dropout=0.1",

@@ -80,6 +80,9 @@ REFUSED_WITH_RESNET = {
     "qkclip=kimi": "no attention",
     "softmax=sink": "no attention",
     "attention_gate=sigmoid": "no attention",
+    "norm_placement=sandwich": "no attention",
+    "norm_placement=reordered": "no attention",
+    "norm_placement=post": "no attention",
     "stability=qknorm": "no attention",
     "stability=zloss_qknorm": "no attention",
     "stability=full": "no attention",
@@ -239,6 +242,7 @@ CHANGED: dict[str, object] = {
     "model.norm": "rmsnorm",
     "model.norm_eps": 0.1,
     "model.mlp": "swiglu",
+    "model.swiglu_limit": 0.1,
     "model.bias": {False: True, True: False},
     "model.tied_head": {False: True, True: False},
     "model.dropout": 0.3,
@@ -535,6 +539,8 @@ def needed_for(group, option, key, places):
         # An update that is not finite is undone, and its step taken again: nothing of it is left.
         soft = ["faults.value=50"] if placed or (option == "optimizer" and key != "value") else []
         return ["faults.at=[1]", *soft]
+    if name == "model.swiglu_limit":
+        return ["model.mlp=swiglu"]
     if name == "data.length_start":
         return ["data.length_warmup=3"]
     return []
@@ -604,7 +610,7 @@ def test_every_option_file_opens_with_a_line_that_says_what_and_when():
 
 
 def test_every_group_can_be_switched_off_by_a_real_object():
-    off = {"none", "off", "disabled", "constant", "torch", "fp32"}
+    off = {"none", "off", "disabled", "constant", "torch", "fp32", "pre"}
     for group in set(GROUPS) - {
         "model",
         "data",

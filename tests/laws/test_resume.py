@@ -93,9 +93,12 @@ STATEFUL = {
     "adagc": ["clipping=adagc", "clipping.warmup_steps=3", "optimizer=spam", "optimizer.reset_interval=5"],
     "muon": [
         *("optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3", "precision=bf16_params", "monitors=full"),
-        *("softmax=sink", "attention_gate=sigmoid"),
+        *("softmax=sink", "attention_gate=sigmoid", "zloss=mu_centering", "norm_placement=sandwich"),
     ],
-    "lengths": ["data.length_warmup=9", "data.length_start=2", "schedule=wsd", "warmup=cosine", "init=small"],
+    "lengths": [
+        *("data.length_warmup=9", "data.length_start=2", "schedule=wsd", "warmup=cosine", "init=small"),
+        *("zloss=mu", "zloss.coefficient=1", "norm_placement=post"),
+    ],
 }
 
 

@@ -29,6 +29,7 @@ BOTH = {
     "resnet": [*RESNET],
     "numbers": NUMBERS,
     "numbers_accumulated": [*NUMBERS, "grad_accum_steps=2"],
+    "sandwich": [*GPT, "norm_placement=sandwich", "model.mlp=swiglu", "model.swiglu_limit=0.01"],
     "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
     "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
     "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
@@ -52,6 +53,8 @@ DDP_ONLY = {
     "kimi": [*GPT, "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
     "monitors": [*GPT, "monitors=full", "monitors.every=2"],
     "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2"],
+    "mu": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"],
+    "mu_centering": [*GPT, "zloss=mu_centering", "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
 }
 """Options that need whole tensors."""
 
@@ -66,7 +69,7 @@ CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.gr
 """The scale falls and rises. The gradients of a rank's part of the batch overflow at a lower scale."""
 
 WITH_ONE = {
-    *("fsdp/norm", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
+    *("fsdp/norm", "fsdp/sandwich", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
     *("ddp/bf16", "fsdp/fp8", "ddp/fp8_rowwise"),
 }
 """Options that are tried with ddp or with fsdp: nothing in them depends on it."""
@@ -103,6 +106,8 @@ REFUSED = {
     "fsdp/spam": ["optimizer=spam"],
     "fsdp/stable_adamw": ["optimizer=stable_adamw"],
     "fsdp/kimi": ["qkclip=kimi"],
+    "fsdp/mu": ["zloss=mu"],
+    "fsdp/mu_centering": ["zloss=mu_centering"],
     "fsdp/monitors": ["monitors=full"],
     "fsdp/bf16_params": ["precision=bf16_params"],
 }

@@ -135,6 +135,10 @@ def test_weights_that_fit_by_shape_but_would_mean_something_else_are_refused(sta
         started(*SMALL, "qknorm=rmsnorm", f"init_from={source}")
     with pytest.raises(ConfigError, match="type softmax=plain attention_gate=none to build the source's model"):
         started(*SMALL, "softmax=sink", "attention_gate=sigmoid", f"init_from={source}")
+    with pytest.raises(
+        ConfigError, match="another norm_placement; type norm_placement=pre to build the source's model"
+    ):
+        started(*SMALL, "norm_placement=reordered", f"init_from={source}")
 
 
 def test_an_exported_folder_says_its_sizes_too(started, source, tmp_path):
@@ -347,6 +351,8 @@ def test_a_gpt2_of_other_sizes_says_what_to_type(started, gpt2, capsys):
         "mlp is gelu_tanh in the source and gelu here; type model.block_size=32 model.n_layer=2 model.mlp=gelu_tanh to "
         "build the source's model, or init_strict=false to load what fits"
     )
+    with pytest.raises(ConfigError, match="another norm_placement; type norm_placement=pre to build"):
+        started(*TINY_GPT2, "norm_placement=reordered", f"init_from={folder}")
     started(*TINY_GPT2, "model.vocab_size=300", f"init_from={folder}", "init_strict=false")
     assert "35 of 36 tensors; 1 of another shape or type: embedding.weight [256, 16] in the source" in opening(capsys)
 

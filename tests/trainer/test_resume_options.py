@@ -47,6 +47,7 @@ OTHERS = {
     "forensics": "default",
     "guard": "rollback",
     "monitors": "default",
+    "norm_placement": "pre",
     "objective": "cross_entropy",
     "parallel": "auto",
     "precision": "auto",

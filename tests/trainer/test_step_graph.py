@@ -79,6 +79,7 @@ def trained(folder, *overrides, graphed, crash_at=None, spoiled=(), graph=Graph)
 CASES = {
     "gpt": [*TINY_GPT, "model.dropout=0.1", "precision=bf16", "grad_accum_steps=2"],
     "gpt, chunks": [*TINY_GPT, "loss_chunk=8", "zloss=palm", "guard.checksum_every=1", "optimizer=muon"],
+    "gpt, centred": [*TINY_GPT, "zloss=mu_centering", "norm_placement=sandwich"],
     "gpt, skipped": [*TINY_GPT, "faults=label", "faults.at=[8]"],
     "gpt, growing samples": [*TINY_GPT, "data.length_warmup=6", "data.length_start=2"],
     "resnet": [*TINY_RESNET, "model.depth=8", "optimizer=sgd", "guard.recheck_every=4"],

@@ -1,8 +1,8 @@
 """Export of a GPT as transformers' GPT2LMHeadModel, where the architecture is GPT-2's.
 
-Learned positions, LayerNorm, a GELU MLP, and no QK-norm, softcap, sink or attention gate are needed. A GPT without
-biases gets biases of zero, and a head of its own is kept as one (`tie_word_embeddings` is false): neither changes a
-logit.
+Learned positions, LayerNorm before each branch, a GELU MLP, and no QK-norm, softcap, sink or attention gate are needed.
+A GPT without biases gets biases of zero, and a head of its own is kept as one (`tie_word_embeddings` is false): neither
+changes a logit.
 """
 
 import json
@@ -43,17 +43,17 @@ class Transformers(Format):
             for key, needed in GPT2_LAYERS.items()
             if parts[key] not in needed
         ]
-        attention = block_of(model).attention
+        block = block_of(model)
         others = {
-            "qknorm": not isinstance(attention.query_norm, nn.Identity),
-            "softcap": type(model.softcap).__name__ != "NoSoftcap",
-            "softmax": attention.dot_product.sink is not None,
-            "attention_gate": attention.gate is not None,
+            "qknorm": (block.attention.query_norm, "Identity", "none"),
+            "softcap": (model.softcap, "NoSoftcap", "none"),
+            "softmax": (block.attention.dot_product.sink, "NoneType", "plain"),
+            "attention_gate": (block.attention.gate, "NoneType", "none"),
+            "norm_placement": (block.norm_placement, "PreNorm", "pre"),
         }
-        for key in (key for key, there in others.items() if there):
-            wrong.append(
-                f"{key}={trained.choices.get(key, 'another')} (GPT-2: {'plain' if key == 'softmax' else 'none'})"
-            )
+        for key, (part, null, option) in others.items():
+            if type(part).__name__ != null:
+                wrong.append(f"{key}={trained.choices.get(key, type(part).__name__)} (GPT-2: {option})")
         if wrong:
             raise ConfigError(
                 f"{trained.name} is not GPT-2, so transformers' GPT2LMHeadModel cannot compute it: {', '.join(wrong)}; "
@@ -103,7 +103,7 @@ def parts_of(model: GPT) -> dict[str, str]:
     """Returns the names of the model's kinds of position, norm and MLP, as in its config."""
     tables: dict[str, tuple[dict[str, Any], nn.Module]] = {
         "position": (POSITIONS, model.position),
-        "norm": (NORMS, model.norm),
+        "norm": (NORMS, block_of(model).attention_norm),
         "mlp": (MLPS, block_of(model).mlp),
     }
     return {

@@ -1,8 +1,8 @@
 """How far a run lies from those that the forecast was fitted and scored on, and what it can say from afar.
 
-A run is near if it has a model, an optimizer and a precision of the recorded runs (`docs/foresight.md`). Healthy values
-and probabilities were measured on these. On other runs a forecast states its signals and no percentage, and no fix
-under which its own numbers would raise the same alarm again.
+A run is near if it has a model, an optimizer, a precision and a norm placement of the recorded runs
+(`docs/foresight.md`). Healthy values and probabilities were measured on these. On other runs a forecast states its
+signals and no percentage, and no fix under which its own numbers would raise the same alarm again.
 """
 
 import math
@@ -12,12 +12,14 @@ from dataclasses import replace
 from stabletrain.beside.forecast.model import Model, outlook
 from stabletrain.beside.forecast.series import Heights
 from stabletrain.beside.forecast.signals import BY_NAME
+from stabletrain.config.resuming import ADDED_GROUPS
 from stabletrain.forensics.diagnosis.wording import FAR_TOO_HIGH
 
 RECORDED = {
     "model": ("gpt_nano", "resnet20", "nf_resnet20"),
     "optimizer": ("adamw", "sgd", "muon"),
     "precision": ("fp32", "bf16", "fp16"),
+    "norm_placement": ("pre",),
 }
 """The options of the recorded runs."""
 
@@ -56,7 +58,8 @@ def distance(choices: Mapping[str, str]) -> str:
     if model not in RECORDED["model"]:
         this = f"this is model={model}" if model else "this is neither"
         return f"no percentage: fitted on small built-in GPTs and ResNets; {this}"
-    for group in ("optimizer", "precision"):
+    choices = {**ADDED_GROUPS, **choices}
+    for group in ("optimizer", "precision", "norm_placement"):
         if choices.get(group) not in RECORDED[group]:
             known = ", ".join(RECORDED[group])
             return f"no percentage: fitted on runs with {group}={known}; this is {choices.get(group, 'unknown')}"

@@ -16,5 +16,17 @@ from stabletrain.stability.objective.bce import BCE
 from stabletrain.stability.objective.cross_entropy import CrossEntropy, NoZLoss, ZLoss, z_loss
 from stabletrain.stability.objective.custom import Custom
 from stabletrain.stability.objective.mse import MSE
+from stabletrain.stability.objective.output_embeddings import MuCentering, MuLoss
 
-__all__ = ["BCE", "MSE", "CrossEntropy", "Custom", "NoZLoss", "Objective", "ZLoss", "z_loss"]
+__all__ = [
+    "BCE",
+    "MSE",
+    "CrossEntropy",
+    "Custom",
+    "MuCentering",
+    "MuLoss",
+    "NoZLoss",
+    "Objective",
+    "ZLoss",
+    "z_loss",
+]

@@ -41,6 +41,10 @@ class Objective:
         """Returns `forward` unchanged, because most losses need the full outputs."""
         return forward
 
+    def with_model(self, outputs: Any, model: nn.Module) -> Any:
+        """Returns the outputs as the loss takes them: with the model that computed them, if it needs its weights."""
+        return outputs
+
     def classes(self, outputs: Any) -> int | None:
         """Returns the number of classes, so that targets are in [0, classes); None if targets are no class ids."""
         return None

@@ -25,7 +25,7 @@ from stabletrain.machine.compiling import compiled_with
 from stabletrain.machine.hardware import device_memory
 from stabletrain.records import LOGITS_AT_ONCE, Batch, LossTerms, Number
 from stabletrain.stability.objective.base import Count, Objective
-from stabletrain.stability.objective.cross_entropy import CrossEntropy
+from stabletrain.stability.objective.cross_entropy import CrossEntropy, LogitsOf
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.step_tools import StepTools
 
@@ -122,31 +122,32 @@ class ChunkedLoss(Objective):
         """Returns the cross-entropy of whole logits."""
         return self.whole
 
-    def wrap(
-        self, forward: Callable[..., Tensor], model: nn.Module, tools: StepTools
-    ) -> Callable[[Tensor], Tensor | ChunkedLogits]:
+    def wrap(self, forward: Callable[..., Tensor], model: nn.Module, tools: StepTools) -> Callable[[Tensor], Any]:
         """Returns a forward pass that leaves out the head if the micro-batch is larger than a chunk."""
+        whole = self.whole.wrap(forward, model, tools)
 
-        def headless(inputs: Tensor) -> Tensor | ChunkedLogits:
+        def headless(inputs: Tensor) -> Any:
             if inputs.numel() <= self.tokens:
-                return forward(inputs)
+                return whole(inputs)
             # A hook on the head's weights expects their full gradient, so do not use chunks then.
             if any(weight._backward_hooks for weight in model.classifier().parameters()):  # ty: ignore[not-callable]
-                return forward(inputs)
+                return whole(inputs)
             features = forward(inputs, head=False)
             return ChunkedLogits(features, model, tools, torch.Size((*features.shape[:-1], self.vocabulary)))
 
         return headless
 
     def __call__(
-        self, outputs: Float[Tensor, "batch *time classes"] | ChunkedLogits, batch: Batch, n_valid: Count
+        self, outputs: Float[Tensor, "batch *time classes"] | LogitsOf | ChunkedLogits, batch: Batch, n_valid: Count
     ) -> LossTerms:
         """Returns the terms of the plain objective; of these only `total` has a graph."""
         if not isinstance(outputs, ChunkedLogits):
             return self.whole(outputs, batch, n_valid)
         weights = tuple(outputs.model.classifier().parameters())  # ty: ignore[not-callable]
         total, ce, zloss = _Loss.apply(self, outputs, batch.targets, n_valid, outputs.features, *weights)
-        return LossTerms(total, {"ce": ce, "zloss": zloss})
+        terms = LossTerms(total, {"ce": ce, "zloss": zloss})
+        # Not per chunk: it does not depend on the tokens.
+        return self.whole.with_head(terms, outputs.model, batch.targets, n_valid)
 
     def classes(self, outputs: Any) -> int | None:
         """See `CrossEntropy`."""

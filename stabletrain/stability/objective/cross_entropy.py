@@ -1,5 +1,7 @@
 """Cross-entropy in fp32, plus a z-loss that is logged separately; in chunks of tokens: `chunked_loss.py`.
 
+A kind of z-loss may depend on the weight of the head instead of the logits: `output_embeddings.py`.
+
     total = ce + zloss
     ce    = -sum_i log softmax(logits_i)[target_i] / n_valid
     zloss = coefficient * sum_i (log Z_i)^2 / n_valid,      log Z_i = logsumexp(logits_i)
@@ -8,19 +10,22 @@ Sums run over the targets that are not `IGNORE_INDEX`. `n_valid` counts these ta
 micro-batches with different numbers of valid targets add up to the exact mean.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch, LossTerms
+from stabletrain.stability.after_update import AfterUpdate
 from stabletrain.stability.objective.base import Count, Objective, form, mean
+from stabletrain.stability.parameter_roles import classifier
+from stabletrain.stability.step_tools import StepTools
 
 
 def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tensor, " n"]:
@@ -35,7 +40,19 @@ def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tens
 
 @dataclass(frozen=True)
 class NoZLoss:
-    """No z-loss. Base class of all kinds, and what each must offer."""
+    """No z-loss. Base class of all kinds, and what each must offer.
+
+    Attributes:
+        needs_head: whether it needs the weight of the head, so that a model without one is refused.
+        after_update: what it does to the weights after an update.
+    """
+
+    needs_head: ClassVar[bool] = False
+    after_update: ClassVar[AfterUpdate] = AfterUpdate()
+
+    def of_head(self, weight: Float[Tensor, "rows *columns"]) -> Float[Tensor, ""] | None:
+        """Returns the whole step's term that depends on the weight of the head; None if there is none, as here."""
+        return None
 
     def add(
         self, ce: Float[Tensor, ""], logits: Float[Tensor, "n classes"], targets: Int[Tensor, " n"], n_valid: Count
@@ -72,6 +89,44 @@ class ZLoss(NoZLoss):
         return LossTerms(ce + zloss, {"ce": ce, "zloss": zloss})
 
 
+class LogitsOf(NamedTuple):
+    """Logits, and the model that computed them."""
+
+    logits: Tensor
+    model: nn.Module
+
+
+def head_weight(model: nn.Module) -> Tensor:
+    """Returns the parameter that computes the logits of a model; a tied head's is the embedding's."""
+    head = classifier(model)
+    assert head is not None, "check_head"
+    return head.get_parameter("weight")
+
+
+def check_head(zloss: NoZLoss, option: str, model: nn.Module, able: bool) -> None:
+    """Checks that the weight of the head is there if a z-loss needs it.
+
+    Args:
+        option: of the group `zloss`.
+        able: whether the whole weight exists outside of the model's forward pass.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not zloss.needs_head:
+        return
+    if not able:
+        raise ConfigError(
+            f"zloss={option} needs whole tensors, but parallel=fsdp shards them across the ranks: use parallel=ddp, or "
+            "zloss=palm"
+        )
+    if not isinstance(getattr(classifier(model), "weight", None), nn.Parameter):
+        raise ConfigError(
+            f"zloss={option} needs the weight of the head, and {type(model).__name__} has no nn.Linear and no method "
+            "classifier() that returns the module which has it; fix: add one, or zloss=palm"
+        )
+
+
 @dataclass(frozen=True)
 class CrossEntropy(Objective):
     """Cross-entropy of logits, with label smoothing and a kind of z-loss; logs `train/ce` and `train/zloss`.
@@ -90,9 +145,18 @@ class CrossEntropy(Objective):
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(f"label_smoothing={self.label_smoothing} is outside [0, 1): 0.1 is customary")
 
+    def wrap(self, forward: Callable[..., Any], model: nn.Module, tools: StepTools) -> Callable[..., Any]:
+        """Returns `forward`; if the z-loss needs the weight of the head, the outputs are `with_model`."""
+        return (lambda inputs: self.with_model(forward(inputs), model)) if self.zloss.needs_head else forward
+
+    def with_model(self, outputs: Any, model: nn.Module) -> Any:
+        """Returns logits, with the model if the z-loss needs the weight of its head."""
+        return LogitsOf(outputs, model) if self.zloss.needs_head else outputs
+
     def classes(self, outputs: Any) -> int | None:
         """Returns the last dimension of the logits; 0 if the output has none, which `check` refuses."""
-        return shape[-1] if (shape := getattr(outputs, "shape", ())) else 0
+        logits = outputs.logits if isinstance(outputs, LogitsOf) else outputs
+        return shape[-1] if (shape := getattr(logits, "shape", ())) else 0
 
     def check_targets(self, targets: Tensor) -> None:
         """Refuses targets that are no class ids."""
@@ -112,7 +176,9 @@ class CrossEntropy(Objective):
                 "begins with them; for another loss than cross-entropy choose an objective: mse, bce or your own"
             )
 
-    def __call__(self, outputs: Float[Tensor, "batch *time classes"], batch: Batch, n_valid: Count) -> LossTerms:
+    def __call__(
+        self, outputs: Float[Tensor, "batch *time classes"] | LogitsOf, batch: Batch, n_valid: Count
+    ) -> LossTerms:
         """Returns this micro-batch's share of the step's mean loss, in fp32, with its graph.
 
         Args:
@@ -123,8 +189,20 @@ class CrossEntropy(Objective):
         Raises:
             ConfigError: the logits do not fit the targets.
         """
+        if isinstance(outputs, LogitsOf):
+            return self.with_head(self(outputs.logits, batch, n_valid), outputs.model, batch.targets, n_valid)
         self.check(outputs, batch.targets)
         return self.of_rows(outputs.flatten(0, -2), batch.targets.flatten(), n_valid)
+
+    def with_head(self, terms: LossTerms, model: nn.Module, targets: Tensor, n_valid: Count) -> LossTerms:
+        """Adds this micro-batch's share of the term that depends on the weight of the head.
+
+        The share is that of its valid targets, so micro-batches and ranks add up to the whole term once.
+        """
+        if not self.zloss.needs_head or (whole := self.zloss.of_head(head_weight(model))) is None:
+            return terms
+        term = whole * ((targets != IGNORE_INDEX).sum() / n_valid)
+        return LossTerms(terms.total + term, {**terms.parts, "zloss": terms.parts["zloss"] + term})
 
     def of_rows(self, logits: Float[Tensor, "n classes"], targets: Int[Tensor, " n"], n_valid: Count) -> LossTerms:
         """Returns the loss of some rows of logits, divided by `n_valid`."""

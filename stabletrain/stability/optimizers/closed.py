@@ -6,8 +6,8 @@ A proven optimizer needs no check after its step. It is proven for exact classes
 
 - The gate is open: the gradient's L2 norm over all parameters is at most `LARGEST_NORM` = 1e18, so each value has
   |g| <= G = 1.000001e18. Sums of squares are rounded monotonically, so no value exceeds the measured norm by more than
-  rounding. Clipping runs after the gate, and must only shorten (`clipping_is_proven`). So must what changes weights
-  after the update (`after_update_is_proven`).
+  rounding. Clipping runs after the gate, and must only shorten (`clipping_is_proven`). What changes weights after the
+  update must only shorten, or write what a run may start with (`after_update_is_proven`).
 - Weights start at |w| <= 1e17, which `note_largest_weight` tells. Moments start as zeros, or were written by the same
   kind of optimizer with settings in range. A state from elsewhere is covered if it meets the invariants below, whatever
   wrote it.
@@ -67,7 +67,9 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from stabletrain.several_optimizers import SeveralOptimizers, optimizers_of
+from stabletrain.stability.after_update import LARGEST_INITIAL_WEIGHT, AfterUpdate, InTurn
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
+from stabletrain.stability.objective.output_embeddings import Centering
 from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.muon import MuonAndAdamW
 from stabletrain.stability.qkclip import NoQKClip, QKClip
@@ -132,9 +134,6 @@ def note_largest_weight(optimizer: Optimizer, value: float) -> None:
     for each in optimizers_of(optimizer):
         _LARGEST_WEIGHT[each] = value
 
-
-LARGEST_INITIAL_WEIGHT = 1e17
-"""Bound of the weights before the first step."""
 
 _LARGEST_WEIGHT: "WeakKeyDictionary[Optimizer, float]" = WeakKeyDictionary()
 
@@ -335,8 +334,12 @@ def clipping_is_proven(clipping: Any) -> bool:
 
 
 def after_update_is_proven(after_update: Any) -> bool:
-    """Returns whether what follows an update is proven to make no weight larger, nor NaN.
+    """Returns whether what follows an update is proven to keep the bounds of the weights.
 
     QK-clip multiplies by sqrt(max_logit / S) where S is finite and above max_logit, so at most 1, and by 1 elsewhere.
+    Centering leaves a weight as it is, or all that it writes is at most 1e17, as at the start. From there the bounds
+    of Adam's and of SGD's weights begin anew: the former adds updates to the start, and the latter looks at the steps
+    since |w| <= B / 4.
     """
-    return type(after_update) in (NoQKClip, QKClip)
+    parts = after_update.parts if type(after_update) is InTurn else (after_update,)
+    return all(type(part) in (AfterUpdate, NoQKClip, QKClip, Centering) for part in parts)

@@ -21,6 +21,7 @@ from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.models.nf_resnet import NFResNet
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
 from stabletrain.stability.attention_gate import SigmoidGate
+from stabletrain.stability.norm_placement import PostNorm, ReorderedNorm
 from stabletrain.stability.qknorm import LayerNormQK
 from stabletrain.stability.softcap import Gemma2Softcap
 from stabletrain.stability.softmax import SinkSoftmax
@@ -126,6 +127,8 @@ def test_a_state_that_is_no_tensor_is_refused():
         ({"softcap": Gemma2Softcap(50.0, 30.0)}, r"softcap=gemma2 \(GPT-2: none\)"),
         ({"softmax": SinkSoftmax()}, r"softmax=sink \(GPT-2: plain\)"),
         ({"attention_gate": SigmoidGate("head")}, r"attention_gate=sigmoid \(GPT-2: none\)"),
+        ({"norm_placement": ReorderedNorm()}, r"norm_placement=reordered \(GPT-2: pre\)"),
+        ({"norm_placement": PostNorm()}, r"norm_placement=PostNorm \(GPT-2: pre\)"),
     ],
     ids=str,
 )
@@ -133,6 +136,7 @@ def test_what_gpt2_does_not_have_is_refused_by_name(changes, message):
     model = small(**{**GPT2_PARTS, **changes})
     choices = {"model": "gpt2", "qknorm": "layernorm", "softcap": "gemma2"}
     choices |= {"softmax": "sink", "attention_gate": "sigmoid"}
+    choices |= {"norm_placement": "reordered"} if changes.get("norm_placement") == ReorderedNorm() else {}
     with pytest.raises(ConfigError, match=rf"model=gpt2 is not GPT-2.*: {message}; use --to safetensors or --to onnx"):
         Transformers().refuse(trained(model, choices=choices))
 

@@ -47,6 +47,7 @@ def test_a_recorded_kind_of_run_gets_a_percentage_and_all_fixes():
         ({"model": ""}, "this is neither"),
         ({"optimizer": "spam"}, "optimizer=adamw, sgd, muon; this is spam"),
         ({"precision": "fp8"}, "precision=fp32, bf16, fp16; this is fp8"),
+        ({"norm_placement": "sandwich"}, "norm_placement=pre; this is sandwich"),
     ],
 )
 def test_another_run_gets_its_signals_and_no_percentage(changed, told):

@@ -14,7 +14,9 @@ from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy.limits import LARGEST_NORM
 from stabletrain.monitors.tensor_norms import measure_all
 from stabletrain.records import TrainState
+from stabletrain.stability.after_update import InTurn
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
+from stabletrain.stability.objective import MuCentering
 from stabletrain.stability.optimizers import Muon
 from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.closed import after_update_is_proven, clipping_is_proven, why_unproven
@@ -522,8 +524,9 @@ def test_exact_classes_of_clipping_and_of_qk_clip_are_proven():
     assert all(clipping_is_proven(each) for each in clippings)
     assert not any(clipping_is_proven(each) for each in (OwnClip(1.0), None, print))
     assert after_update_is_proven(NoQKClip())
-    assert after_update_is_proven(QKClip(100.0))
+    assert after_update_is_proven(InTurn((QKClip(100.0), MuCentering.after_update)))
     assert not after_update_is_proven(print)
+    assert not after_update_is_proven(InTurn((QKClip(100.0), print)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
