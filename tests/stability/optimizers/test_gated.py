@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stabletrain.stability.optimizers import SPAM, StableAdamW
 from stabletrain.stability.optimizers.gated import (
     LARGEST_GRADIENT,
+    adam_update,
     advance_,
     bias_correction,
     copies,
@@ -185,6 +186,6 @@ def test_descend_applies_the_adamw_update(withheld):
     root = root_of_second(known, torch.tensor([0.25], dtype=torch.float64))
     torch.testing.assert_close(root[0], torch.full((2, 3), 0.4))
     with torch.no_grad():
-        update_weights_(known, root, torch.tensor([0.02], dtype=torch.float64), GROUP)
+        update_weights_(optimizer, [adam_update(known, root, torch.tensor([0.02], dtype=torch.float64), GROUP)])
     expected = before if withheld else before * (1 - 0.01 * 0.5) - 0.02 * 0.3 / (0.4 + 1e-8)
     torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-6, atol=1e-7)
