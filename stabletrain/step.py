@@ -207,7 +207,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     gated = close_gate(computed.terms, computed.norms, checks, tools.parallel, tools.precision, tools.guard.gate)
     gate, loss_scale = gated.gate, tools.precision.loss_scale()
     # The schedule's learning rate for this step number; lower for some steps after a rollback.
-    lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
+    lr = tools.learning_rate.set_(state.optimizer, state.step, tools.guard.lr_multiplier(state.step))
     # If the optimizer may give a bad update, copy everything that it may write, before gradients are clipped.
     update = CheckedUpdate(state, tools)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
@@ -346,14 +346,6 @@ class CheckedUpdate:
 def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:
     """Runs one whole step and waits for its reading."""
     return commit(state, compute(state, batches, tools), tools).wait()
-
-
-def set_lr(optimizer: Optimizer, factor: float) -> float:
-    """Sets the learning rate of every parameter group to `factor` times its peak; returns the first group's."""
-    for group in optimizer.param_groups:
-        group.setdefault("peak_lr", group["lr"])
-        group["lr"] = group["peak_lr"] * factor
-    return optimizer.param_groups[0]["lr"]
 
 
 def apply(optimizer: Optimizer, gate: Tensor) -> Tensor:

@@ -191,6 +191,7 @@ def build_model(
     fp32_modules = precision.wrap_fp32_modules(model)
     parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters
     optimizer, note = make_optimizer(options.optimizer, model, parallel.optimizer_overrides(options.optimizer.option))
+    LearningRate(options.warmup, options.schedule, options.steps).attach(optimizer)
     state = TrainState(model, optimizer)
     precision.attach(model, state.optimizer)
     options.faults.state(state, precision)

@@ -53,7 +53,7 @@ from stabletrain.stability.optimizers.gated import (
     update_moments_,
     update_weights_,
 )
-from stabletrain.stability.parameter_roles import check_moments, check_rates, decay_per_rate, decayed
+from stabletrain.stability.parameter_roles import NO_DECAY, WeightDecay, check_moments, check_rates
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class AdamSettings:
         betas: decay rates of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment; above 0.
         weight_decay: decoupled weight decay, at least 0.
-        decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
+        decay: kind of weight decay, see `parameter_roles.py`: `coupled`, `independent` or `corrected`.
+        no_decay: roles of parameters without weight decay.
         cautious_decay: whether only those weights decay that the update moves towards 0 as well, see `cautious`.
     """
 
@@ -74,16 +75,17 @@ class AdamSettings:
     eps: float
     weight_decay: float
     decay: str = field(default="coupled", kw_only=True)
+    no_decay: Sequence[str] = field(default=NO_DECAY, kw_only=True)
     cautious_decay: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
         check_moments(self.betas, self.eps)
-        decay_per_rate(self.lr, self.weight_decay, self.decay)
+        WeightDecay(self.weight_decay, self.decay, self.no_decay)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Returns the parameter groups of `model`'s trainable parameters, see `decayed`."""
-        return decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay))
+        """Returns the parameter groups of `model`'s trainable parameters, see `WeightDecay.groups`."""
+        return WeightDecay(self.weight_decay, self.decay, self.no_decay).groups(model, self.lr)
 
     def adam(self) -> dict[str, Any]:
         """Returns the settings that every optimizer of this family takes."""

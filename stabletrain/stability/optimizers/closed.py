@@ -12,7 +12,9 @@ A proven optimizer needs no check after its step. It is proven for exact classes
   kind of optimizer with settings in range. A state from elsewhere is covered if it meets the invariants below, whatever
   wrote it.
 - At most 1e9 updates, with all settings in range at each of them. They may change in between; if SGD's momentum and
-  weight decay do, the largest ones used have to be in range with the largest rate used.
+  weight decay do, the largest ones used have to be in range with the largest rate used. Where a schedule changes the
+  weight decay (`peak_weight_decay`), the check takes the larger one of the first and the present: schedules are
+  monotone, or lower the decay together with the rate.
 - Arithmetic rounds to nearest with unit roundoff u: 2^-24 in fp32, 2^-8 in bf16. Denormals are kept or flushed to 0.
 - The step is called without a closure, which would compute gradients that the gate has not seen.
 
@@ -52,7 +54,9 @@ give at most (1 + u)^3 (b M + (1 - b) M / 8) <= M, as 1 - b > 8u pays for them. 
 **torch.optim.Muon** is not proven. Its momentum is (R1), but then a polynomial of degree 5 is applied `ns_steps` times
 to a bf16 matrix. It diverges if a singular value exceeds 1.26; the largest seen is 1.21, but the bound on what rounding
 adds grows with the matrix. With eps=1e-30, a gradient of 1e-25 makes weights NaN, as its norm underflows to 0.
-**MuonAndAdamW** holds back each hidden matrix whose update is not finite, so it is closed by construction.
+**MuonAndAdamW** holds back a hidden matrix, and its momentum, if a value of its direction is above D = 1e6, or NaN. NaN
+and Inf in the new momentum would make the direction NaN, so momentum is finite. An update is at most lr * scale * D <=
+1e3 * 1e5 * D for matrices of less than 1e10 rows, so that 1e9 updates (R2: doubled) end at |w| <= 1e17 + 2e23.
 """
 
 import math
@@ -231,14 +235,17 @@ def spike_aware(optimizer: Optimizer, group: Group, roundoff: float) -> str:
 
 def muon_and_adamw(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `MuonAndAdamW` is not proven."""
-    return out_of_range(group, MUON_RANGES) if "ns_steps" in group else adam(optimizer, group, roundoff)
+    if "ns_steps" not in group:
+        return adam(optimizer, group, roundoff)
+    return out_of_range(group, MUON_RANGES) or decoupled(group)
 
 
 def sgd(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `torch.optim.SGD` is not proven."""
     if why := out_of_range(group, SGD_RANGES) or unproven_mode(optimizer, group):
         return why
-    lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+    lr, momentum = group["lr"], group["momentum"]
+    decay = max(group["weight_decay"], group.get("peak_weight_decay", 0.0))
     gap = 1 - momentum * (1 + roundoff) ** 2
     if not lr <= 1e4 * gap:
         return f"lr={lr} is above 10000 (1 - momentum), with momentum={momentum}"
