@@ -8,16 +8,21 @@ from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import map_tensors
 from stabletrain.records import TrainState
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
-from stabletrain.step import apply, set_lr
+from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
+from stabletrain.step import apply
 
 ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+MUON = ADAM | {"momentum": 0.95, "nesterov": True, "ns_steps": 5}
+RATE = LearningRate(NoWarmup(), Constant(), 6)
 KINDS = {
     "adamw": AdamW(**ADAM),
     "adamw-unfused": AdamW(**ADAM, fused=False),
     "sgd": SGD(lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-4),
     "stable_adamw": StableAdamW(**ADAM),
     "spam": SPAM(**ADAM, theta=50.0, reset_interval=4, warmup_steps=2),
-    "muon": Muon(**ADAM, momentum=0.95, nesterov=True, ns_steps=5),
+    "muon": Muon(**MUON),
+    "muon-cautious": Muon(**MUON, cautious_decay=True),
+    "muon-scheduled": Muon(**MUON, decay="corrected", scale="original", momentum_warmup=3, momentum_cooldown=2),
 }
 OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
 
@@ -155,17 +160,17 @@ def test_a_restored_optimizer_continues_bitwise(kind):
     apply(second.optimizer, OPEN)  # so that there is something to overwrite
     for step in range(6):
         fill(whole, step)
-        set_lr(whole.optimizer, 1 / (step + 1))
+        RATE.set_(whole.optimizer, step, 1 / (step + 1))
         apply(whole.optimizer, OPEN)
     for step in range(3):
         fill(first, step)
-        set_lr(first.optimizer, 1 / (step + 1))
+        RATE.set_(first.optimizer, step, 1 / (step + 1))
         apply(first.optimizer, OPEN)
     saved = map_tensors(torch.clone, capture(first, {}))
     for target in (second, fresh(kind)):
         restore(saved, target, {})
         for step in range(3, 6):
             fill(target, step)
-            set_lr(target.optimizer, 1 / (step + 1))
+            RATE.set_(target.optimizer, step, 1 / (step + 1))
             apply(target.optimizer, OPEN)
         assert equal(bits(target), bits(whole))

@@ -16,6 +16,7 @@ from stabletrain.monitors.tensor_norms import measure_all
 from stabletrain.records import TrainState
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
 from stabletrain.stability.optimizers import Muon
+from stabletrain.stability.optimizers import muon as muon_module
 from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.closed import after_update_is_proven, clipping_is_proven, why_unproven
 from stabletrain.stability.optimizers.muon import MuonAndAdamW
@@ -482,17 +483,19 @@ def test_a_class_whose_step_was_replaced_is_named(monkeypatch):
 # ---- Muon, clipping, and what follows an update
 
 
-def test_a_hidden_matrix_whose_update_is_not_finite_keeps_its_bits(monkeypatch):
+@pytest.mark.parametrize("diverged", [math.inf, 1e7])
+@pytest.mark.parametrize("cautious", [False, True])
+def test_a_hidden_matrix_whose_direction_diverges_keeps_its_bits(monkeypatch, cautious, diverged):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4), nn.Linear(4, 2))
-    optimizer = Muon(**MUON)(model)
+    optimizer = Muon(**MUON, cautious_decay=cautious)(model)
     assert why_unproven(optimizer) == ""
-    own, first, second = torch.optim._muon._zeropower_via_newtonschulz, model[0].weight, model[1].weight
+    own, first, second = muon_module.orthogonal, model[0].weight, model[1].weight
 
     def step(diverges):
         def orthogonal(update, *options):
-            return own(update, *options) * (math.inf if diverges and update.shape == first.shape else 1.0)
+            return own(update, *options) * (diverged if diverges and update.shape == first.shape else 1.0)
 
-        monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", orthogonal)
+        monkeypatch.setattr(muon_module, "orthogonal", orthogonal)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         before = {name: value.clone() for name, value in model.state_dict().items()}
