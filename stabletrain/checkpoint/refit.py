@@ -6,6 +6,7 @@ Parts are matched by name. A part that the state lacks comes from the caller; a 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -87,8 +88,10 @@ def refit_optimizer(tree: Tree, fresh: Tree) -> tuple[Tree, bool]:
         values = {**fresh["state"].get(name, {}), **tree["state"].get(name, {})}
         if values:
             moments[name] = values
-    groups = []
+    groups, options = [], []
+    both = list(zip_longest(tree["param_groups"], tree.get("options", ()), fillvalue={}))
     for group in fresh["param_groups"]:
-        alike = max(tree["param_groups"], key=lambda saved: len({*saved["params"]} & {*group["params"]}), default={})
+        alike, given = max(both, key=lambda each: len({*each[0]["params"]} & {*group["params"]}), default=({}, {}))
         groups.append({**group, **alike, "params": group["params"]})
-    return {**tree, "kind": fresh["kind"], "state": moments, "param_groups": groups}, False
+        options.append(given)
+    return {**tree, "kind": fresh["kind"], "state": moments, "param_groups": groups, "options": options}, False
