@@ -119,7 +119,7 @@ class WeightDecay:
         for name in self.without:
             if name not in ROLES:
                 raise ConfigError(
-                    f"optimizer.no_decay={list(self.without)}: {name} is no role of a parameter"
+                    f"optimizer.no_decay=[{','.join(self.without)}]: {name} is no role of a parameter"
                     f"{did_you_mean(name, ROLES)}; fix: choose from {', '.join(ROLES)}"
                 )
 

@@ -142,6 +142,13 @@ CHANGED: dict[str, object] = {
     "optimizer.reset_interval": 3,
     "optimizer.warmup_steps": 1,
     "optimizer.ns_steps": 1,
+    "optimizer.no_decay": [],
+    "optimizer.cautious_decay": True,
+    "optimizer.scale": "original",
+    "optimizer.per_head": True,
+    "optimizer.momentum_low": 0.5,
+    "optimizer.momentum_warmup": 3,
+    "optimizer.momentum_cooldown": 2,
     "precision.fp32_modules": ["head"],
     "precision.bf16_modules": ["blocks.0.mlp.up"],
     "precision.recipe": "rowwise",
@@ -163,6 +170,8 @@ CHANGED: dict[str, object] = {
     "schedule.shape": "linear",
     "schedule.milestones": [0.1],
     "schedule.gamma": 0.5,
+    "schedule.weight_decay": "cosine",
+    "schedule.weight_decay_final_ratio": 0.5,
     "zloss.coefficient": 0.1,
     "qknorm.eps": 0.1,
     "softcap.attention_cap": 0.1,
@@ -508,6 +517,10 @@ def needed_for(group, option, key, places):
         return None
     if name == "data.download":
         return ["data.root=nowhere"]
+    if name == "schedule.weight_decay_final_ratio":
+        return ["schedule.weight_decay=cosine"]
+    if name == "optimizer.momentum_low":
+        return ["optimizer.momentum_warmup=3"]
     if name == "data.val_fraction" and option == "imagefolder":
         return [f"data.path={places['FLAT']}"]
     if name == "warmup.steps":

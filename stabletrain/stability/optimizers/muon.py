@@ -103,6 +103,11 @@ class Muon:
         for name in ("momentum_warmup", "momentum_cooldown"):
             if (steps := getattr(self, name)) < 0:
                 raise ConfigError(f"optimizer.{name}={steps} is below 0: use 0 for none")
+        if not self.momentum_steps and self.momentum_low != 0.85:
+            raise ConfigError(
+                f"optimizer.momentum_low={self.momentum_low} does nothing without optimizer.momentum_warmup or "
+                "optimizer.momentum_cooldown; fix: optimizer.momentum_warmup=300, or leave it out"
+            )
         if self.momentum_steps and not 0 <= self.momentum_low < self.momentum:
             raise ConfigError(
                 f"optimizer.momentum_low={self.momentum_low} is outside [0, optimizer.momentum={self.momentum}): the "

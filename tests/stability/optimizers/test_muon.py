@@ -235,6 +235,7 @@ def test_the_momentum_of_a_step_depends_on_its_number_alone():
         ({"scale": "rms"}, "optimizer.scale=rms is unknown: choose match_rms or original or spectral"),
         ({"momentum_warmup": -1}, "optimizer.momentum_warmup=-1 is below 0"),
         ({"momentum_warmup": 3, "momentum_low": 0.95}, "the momentum rises from it"),
+        ({"momentum_low": 0.5}, "does nothing without optimizer.momentum_warmup"),
     ],
 )
 def test_mistakes_in_muons_settings_are_refused(given, message):
