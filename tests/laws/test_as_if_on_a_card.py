@@ -146,6 +146,8 @@ KEYS = {
         "guard.recheck_every=1 precision=fp16 optimizer=stable_adamw grad_accum_steps=2",
         "guard.recheck_every=1 guard.snapshot_every=3 steps=10",
         "guard.recheck_every=3 steps=3 optimizer=muon",
+        "guard.recheck_every=3 steps=3 optimizer=muon optimizer.per_head=true optimizer.cautious_decay=true "
+        "optimizer.momentum_warmup=2 optimizer.decay=corrected schedule.weight_decay=cosine",
     ],
     "resnet": [
         "grad_accum_steps=2 precision=fp16 guard.checksum_every=1",

@@ -88,11 +88,20 @@ def test_a_stop_at_a_step_that_is_evaluated_loses_neither_the_state_nor_the_eval
         assert str(newest(tmp_path / "cut")[name]) == str(value), name
 
 
+MUON = ["optimizer=muon", "optimizer.per_head=true", "optimizer.momentum_warmup=6", "optimizer.momentum_cooldown=5",
+        "optimizer.cautious_decay=true", "optimizer.decay=corrected", "schedule.weight_decay=cosine"]  # fmt: skip
+
 STATEFUL = {
     "zclip": ["clipping=zclip", "clipping.warmup_steps=3", "clipping.z_threshold=0.5", "optimizer=stable_adamw"],
     "adagc": ["clipping=adagc", "clipping.warmup_steps=3", "optimizer=spam", "optimizer.reset_interval=5"],
-    "muon": ["optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3", "precision=bf16_params", "monitors=full"],
-    "lengths": ["data.length_warmup=9", "data.length_start=2", "schedule=wsd", "warmup=cosine", "init=small"],
+    "muon": [*MUON, "qkclip=kimi", "qkclip.max_logit=1e-3", "precision=bf16_params", "monitors=full"],
+    "lengths": [
+        "data.length_warmup=9",
+        "data.length_start=2",
+        "schedule=wsd",
+        "schedule.weight_decay=with_lr",
+        "init=small",
+    ],
 }
 
 
