@@ -75,12 +75,13 @@ def sgd(implementation):
 
 def muon(rng):
     settings = {"momentum": float(rng.choice([0.0, 0.95, 1.0])), "nesterov": True, "ns_steps": int(rng.integers(1, 9))}
+    cautious = bool(rng.integers(2))
 
     def make(weights):
         rest = adam(lambda others, **chosen: [{"params": others, **chosen}], rng, fused=True)
         groups = rest([weight for weight in weights if weight.ndim != 2])
         hidden = {"params": [weight for weight in weights if weight.ndim == 2], "weight_decay": 1e-3, **settings}
-        return MuonAndAdamW([hidden], groups, 1.0)
+        return MuonAndAdamW([hidden], groups, 1.0, cautious=cautious)
 
     return make
 
@@ -96,6 +97,7 @@ def rounded(rng):
     return make
 
 
+DECAYS = "weight_decay", "peak_weight_decay"
 WAYS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}
 KINDS = {
     **{f"adamw {name}": with_amsgrad(AdamW, way) for name, way in WAYS.items()},
@@ -325,6 +327,7 @@ class Scaled(AdamW):
         (SGD, {"momentum": 1.0}, "momentum=1.0"),
         (SGD, {"momentum": 0.99, "weight_decay": 0.01, "dtype": torch.bfloat16}, "(1 - momentum)^2 / 4"),
         (SGD, {"momentum": 0.9, "lr": 0.1, "weight_decay": 0.1}, "(1 - momentum)^2 / 4"),
+        (SGD, {"momentum": 0.9, "lr": 0.1, "weight_decay": 0.0, "peak_weight_decay": 0.1}, "(1 - momentum)^2 / 4"),
         (SGD, {"momentum": 0.9, "lr": 1e4}, "10000 (1 - momentum)"),
         (SGD, {"momentum": 0.9, "dampening": 2.0}, "dampening=2.0"),
         (SGD, {"weight_decay": math.inf}, "weight_decay=inf"),
@@ -332,7 +335,7 @@ class Scaled(AdamW):
 )
 def test_what_is_not_proven_is_named(kind, settings, expected):
     settings = {name: torch.ones((), device="meta") if value == "tensor" else value for name, value in settings.items()}
-    group = {name: settings.pop(name) for name in ("lr", "eps", "weight_decay") if name in settings}
+    group = {name: settings.pop(name) for name in ("lr", "eps", *DECAYS) if name in settings}
     found = [why_of_changed(kind, settings, group)]
     assert expected in found[0], found
 
