@@ -16,12 +16,12 @@ rollback that lowers the learning rate for some steps):
     coupled:      w <- w - lr f decay w      PyTorch's: the peak learning rate changes the strength of the decay
     independent:  w <- w - f decay w         Loshchilov and Hutter, arXiv 1711.05101; arXiv 2309.14322 compares learning
                                              rates with this form (section 3.2.2)
-    corrected:    w <- w - lr f^2 decay w    AdamC, arXiv 2506.02285, for layers that a norm follows: all matrices and
-                                             kernels except the head and the embeddings, which stay coupled
+    corrected:    w <- w - lr f^2 decay w    AdamC (Defazio, arXiv 2506.02285); only matrices, all else is coupled
 
 With a norm behind it, a layer's weights settle where |g| / |w| is proportional to sqrt(decay / rate). Coupled decay
-therefore lets gradients grow while a schedule lowers the rate; `corrected` keeps this ratio. With `schedule=constant`
-and without warmup it equals `coupled`.
+therefore lets gradients grow while a schedule lowers the rate; `corrected` keeps this ratio. Like the paper, it takes
+every layer except the output's for one with a norm behind it. (Chou, arXiv 2512.08217, derives the square without norms,
+and for any optimizer.) With `schedule=constant` and without warmup it equals `coupled`.
 """
 
 import inspect
