@@ -20,8 +20,8 @@ rollback that lowers the learning rate for some steps):
 
 With a norm behind it, a layer's weights settle where |g| / |w| is proportional to sqrt(decay / rate). Coupled decay
 therefore lets gradients grow while a schedule lowers the rate; `corrected` keeps this ratio. Like the paper, it takes
-every layer except the output's for one with a norm behind it. (Chou, arXiv 2512.08217, derives the square without norms,
-and for any optimizer.) With `schedule=constant` and without warmup it equals `coupled`.
+every layer except the output's for one with a norm behind it; Chou, arXiv 2512.08217, derives the square without norms,
+and for any optimizer. With `schedule=constant` and without warmup it equals `coupled`.
 """
 
 import inspect
