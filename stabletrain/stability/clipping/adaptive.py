@@ -38,8 +38,10 @@ during the warm-up, so that one spike there makes the threshold useless for hund
 reached, both are the same.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float32
@@ -188,25 +190,25 @@ class AdaGC(NoClip):
         self._gamma = dict(zip(state["names"], state["gamma"].unbind(), strict=True)) if "gamma" in state else {}
 
 
-@dataclass
-class ZClip(NoClip):
-    """ZClip.
+@dataclass(kw_only=True)
+class Outliers(NoClip):
+    """Bounds a norm that is an outlier among recent norms. Base class of `ZClip` and `UpdateNormClip`.
 
     Attributes:
-        max_norm: largest L2 norm over all parameters, applied in every step.
         z_threshold: standard deviations above the mean beyond which a norm is clipped.
         alpha: decay of the statistics per step.
         warmup_steps: norms to collect before clipping by z starts.
     """
 
-    max_norm: float = 1.0
     z_threshold: float = 2.5
     alpha: float = 0.97
     warmup_steps: int = 25
     _statistics: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
+    NAMES: ClassVar[tuple[str, str, str]] = ("seen", "mean", "var")
+    """Names in the state, which differ between kinds: the norms of one are no statistics for another."""
+
     def __post_init__(self) -> None:
-        check_above_zero("max_norm", self.max_norm, "1.0 is customary; ")
         check_above_zero("z_threshold", self.z_threshold, "2.5 is customary; ")
         if not 0 < self.alpha < 1:
             raise ConfigError(f"clipping.alpha={self.alpha} is outside (0, 1): 0.97 is customary")
@@ -215,33 +217,38 @@ class ZClip(NoClip):
                 f"clipping.warmup_steps={self.warmup_steps} is below 2: one norm has no spread; 25 is customary"
             )
 
-    @torch.no_grad()
-    def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Scales every `.grad` in place by `coef`; updates the statistics if `gate` is open."""
-        norm = norms.total
+    def factor(
+        self, norm: Float32[Tensor, ""], gate: Bool[Tensor, ""], max_norm: float = math.inf
+    ) -> Float32[Tensor, ""]:
+        """Returns what shortens `norm` to its bound, in (0, 1]; updates the statistics if `gate` is open.
+
+        Args:
+            max_norm: largest bound.
+        """
         seen, mean, var = self._statistics_on(norm.device)
         std = var.sqrt()
         z = (norm - mean) / (std + 1e-6)
         stands_out = (seen >= self.warmup_steps) & (z > self.z_threshold)
-        bound = torch.where(stands_out, mean + self.z_threshold**2 * std / z, self.max_norm).clamp(max=self.max_norm)
+        bound = torch.where(stands_out, mean + self.z_threshold**2 * std / z, max_norm).clamp(max=max_norm)
         factor = clip_factor(norm, bound)
-        multiply_(model, factor)
         # A NaN would stay in the mean forever.
         self._update_statistics(norm * factor, gate & may_enter_statistics(norm))
-        return Clipped(factor)
+        return factor
 
     def _statistics_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the number of norms seen (int64), their mean and their variance (fp32), on `device`."""
         if not self._statistics:
             zero = torch.zeros((), device=device)
-            self._statistics = {"seen": torch.zeros_like(zero, dtype=torch.int64), "mean": zero, "var": zero}
-        moved = {name: value.to(device) for name, value in self._statistics.items()}
-        self._statistics = moved
-        return moved["seen"], moved["mean"], moved["var"]
+            self._statistics = dict(
+                zip(self.NAMES, (torch.zeros_like(zero, dtype=torch.int64), zero, zero), strict=True)
+            )
+        self._statistics = {name: value.to(device) for name, value in self._statistics.items()}
+        seen, mean, var = (self._statistics[name] for name in self.NAMES)
+        return seen, mean, var
 
     def _update_statistics(self, norm: Float32[Tensor, ""], taken: Bool[Tensor, ""]) -> None:
         """Updates the statistics with `norm` if `taken`."""
-        seen, mean, var = (self._statistics[name] for name in ("seen", "mean", "var"))
+        seen, mean, var = (self._statistics[name] for name in self.NAMES)
         # During the warm-up all norms have the same weight; then the averages move.
         warming = seen < self.warmup_steps
         weight = torch.where(warming, 1.0 / (seen + 1), 1.0 - self.alpha)
@@ -249,11 +256,8 @@ class ZClip(NoClip):
         # Warm-up: Welford's exact update of a population variance. Later: the authors' moving variance.
         square = (norm - new_mean) * torch.where(warming, norm - mean, norm - new_mean)
         new_var = var + weight * (square - var)
-        self._statistics = {
-            "seen": seen + taken,
-            "mean": torch.where(taken, new_mean, mean),
-            "var": torch.where(taken, new_var, var),
-        }
+        new = seen + taken, torch.where(taken, new_mean, mean), torch.where(taken, new_var, var)
+        self._statistics = dict(zip(self.NAMES, new, strict=True))
 
     def state_dict(self) -> dict:
         """Returns the statistics; empty before the first step."""
@@ -261,5 +265,26 @@ class ZClip(NoClip):
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the statistics; resets them if `state` is of another kind of clipping."""
-        names = ("seen", "mean", "var")
-        self._statistics = {name: state[name] for name in names} if names[1] in state else {}
+        self._statistics = {name: state[name] for name in self.NAMES} if self.NAMES[1] in state else {}
+
+
+@dataclass
+class ZClip(Outliers):
+    """ZClip.
+
+    Attributes:
+        max_norm: largest L2 norm over all parameters, applied in every step.
+    """
+
+    max_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_above_zero("max_norm", self.max_norm, "1.0 is customary; ")
+        super().__post_init__()
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
+        """Scales every `.grad` in place by `coef`; updates the statistics if `gate` is open."""
+        factor = self.factor(norms.total, gate, self.max_norm)
+        multiply_(model, factor)
+        return Clipped(factor)
