@@ -190,7 +190,6 @@ class AdaGC(NoClip):
         self._gamma = dict(zip(state["names"], state["gamma"].unbind(), strict=True)) if "gamma" in state else {}
 
 
-@dataclass(kw_only=True)
 class Outliers(NoClip):
     """Bounds a norm that is an outlier among recent norms. Base class of `ZClip` and `UpdateNormClip`.
 
@@ -200,10 +199,10 @@ class Outliers(NoClip):
         warmup_steps: norms to collect before clipping by z starts.
     """
 
-    z_threshold: float = 2.5
-    alpha: float = 0.97
-    warmup_steps: int = 25
-    _statistics: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    z_threshold: float
+    alpha: float
+    warmup_steps: int
+    _statistics: dict[str, Tensor]
 
     NAMES: ClassVar[tuple[str, str, str]] = ("seen", "mean", "var")
     """Names in the state, which differ between kinds: the norms of one are no statistics for another."""
@@ -274,9 +273,14 @@ class ZClip(Outliers):
 
     Attributes:
         max_norm: largest L2 norm over all parameters, applied in every step.
+        z_threshold, alpha, warmup_steps: see `Outliers`.
     """
 
     max_norm: float = 1.0
+    z_threshold: float = 2.5
+    alpha: float = 0.97
+    warmup_steps: int = 25
+    _statistics: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_above_zero("max_norm", self.max_norm, "1.0 is customary; ")

@@ -16,7 +16,7 @@ of applied updates only. Weight decay is not scaled: it does not depend on gradi
 Only an optimizer that shows its update can be scaled (`optimizers/gated.py`); PyTorch's fused kernels write at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -55,8 +55,14 @@ class UpdateNormClip(Outliers):
     """Clipping of the update's norm.
 
     Attributes:
+        z_threshold, alpha, warmup_steps: see `Outliers`.
         clips_updates: tells the trainer that the optimizer has to show its update.
     """
+
+    z_threshold: float = 2.5
+    alpha: float = 0.97
+    warmup_steps: int = 25
+    _statistics: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     NAMES: ClassVar[tuple[str, str, str]] = ("update_seen", "update_mean", "update_var")
 
