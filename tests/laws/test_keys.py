@@ -520,7 +520,12 @@ def needed_for(group, option, key, places):
     if option == "adagc":
         return ["clipping.warmup_steps=1", "steps=8"]
     if option == "update_norm":
-        return ["clipping.z_threshold=0.5", "clipping.warmup_steps=3", "steps=12", "optimizer=adamw"]
+        loose = ["clipping.z_threshold=0.5", "clipping.warmup_steps=4", "steps=12"]
+        return [
+            *loose,
+            "optimizer=adamw",
+            "optimizer.betas=[0,0.99]",
+        ]  # with momentum the first updates are the longest
     if option == "zclip" and key != "max_norm":
         loose = ["clipping.max_norm=100", "clipping.z_threshold=0.5", "clipping.warmup_steps=4"]
         return [*loose, "steps=12", "warmup=none", "batch_size=1", "optimizer.lr=1e-5"]  # the norms must rise and fall
