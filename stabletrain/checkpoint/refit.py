@@ -14,7 +14,7 @@ from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
 from stabletrain.records import TrainState
 
-SAME_STATE = (frozenset({"AdamW", "CappedAdamW"}),)
+SAME_STATE = (frozenset({"AdamW", "GatedAdamW", "CappedAdamW"}),)
 """Kinds of optimizers that keep the same state for each parameter."""
 
 
@@ -80,7 +80,7 @@ def refit_optimizer(tree: Tree, fresh: Tree) -> tuple[Tree, bool]:
         fresh: the other optimizer before its first step, from `fresh_optimizer`.
     """
     kinds = {tree["kind"], fresh["kind"]}
-    if len(kinds) > 1 and frozenset(kinds) not in SAME_STATE:
+    if len(kinds) > 1 and not any(kinds <= same for same in SAME_STATE):
         return fresh, True
     moments = {}
     for name in (name for group in fresh["param_groups"] for name in group["params"]):

@@ -31,6 +31,10 @@ CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
 FP32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 """The smallest and the largest normal number of fp32. Numbers nearer to 0 lose digits there, and most become 0."""
 
+SHOW_UPDATES = {f"stabletrain.stability.optimizers.adamw.{name}" for name in ("AdamW", "StableAdamW", "SPAM")}
+SHOW_UPDATES |= {"stabletrain.stability.optimizers.muon.Muon"}
+"""Optimizers that show their update before it is applied; PyTorch's kernels do not."""
+
 SMALLEST_HEAD = 16
 """The smallest head dimension that FlexAttention's kernel takes."""
 
@@ -222,6 +226,15 @@ RULES = [
     Rule(" ".join(CHOSEN_PARTS), lambda run, key: run[key] != "none" and not run.has(f"model.{key}"),
          "{chosen} does nothing with model={model}, because {lacking}",
          "{instead}, or a model whose YAML has `{reference}`"),
+    Rule("clipping", lambda run, key: run[key] == "update_norm" and run["optimizer._target_"] not in SHOW_UPDATES,
+         "{override} scales an update before it is applied, which {optimizer._target_} does not show",
+         "clipping=zclip, or optimizer=adamw"),
+    Rule("optimizer.cautious_decay", lambda run, key: run[key] and not run["optimizer.weight_decay"],
+         "{override} does nothing with optimizer.weight_decay={optimizer.weight_decay}",
+         "leave it out, or set optimizer.weight_decay"),
+    Rule("optimizer.cautious_decay", lambda run, key: run[key] and run["parallel"] == "fsdp",
+         "{override} needs whole tensors, but parallel=fsdp shards them across the ranks",
+         "parallel=ddp, or leave it out"),
     Rule("zloss loss_chunk", lambda run, key: run[key] not in ("none", "auto") and has_other_objective(run),
          "{chosen} does nothing with objective={objective}, which has no logits of a softmax",
          "{key}=none, or objective=cross_entropy"),

@@ -32,6 +32,10 @@ def adamw(model, **given):
     return AdamW(0.01, [0.9, 0.95], 1e-8, 0.1, **given)(model)
 
 
+def own_adamw(model):
+    return AdamW(0.01, [0.9, 0.95], 1e-8, 0.1, cautious_decay=True)(model)
+
+
 def stable(model):
     return StableAdamW(0.01, [0.9, 0.95], 1e-8, 0.1)(model)
 
@@ -109,6 +113,21 @@ def test_fresh_zeros_take_no_memory_and_new_momentum_starts_at_them():
     moved(state(sgd, steps=2), new, {"n.weight": torch.ones(4), "n.bias": torch.zeros(4)})
     assert not new.optimizer.state[new.model.n.weight]["momentum_buffer"].any()
     assert new.optimizer.state[new.model.a.weight]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("old", [adamw, own_adamw, stable])
+@pytest.mark.parametrize("new", [adamw, own_adamw, stable])
+def test_the_adamws_keep_each_others_moments_and_the_settings_of_the_new_one(old, new):
+    before, after = state(old, steps=3), state(new, seed=1)
+    assert not moved(before, after).moments_anew
+    for a, b in zip(before.model.parameters(), after.model.parameters(), strict=True):
+        assert str(before.optimizer.state[a]) == str(after.optimizer.state[b])
+    cautious = [group.get("cautious", False) for group in after.optimizer.param_groups]
+    assert new is adamw or cautious == [new is own_adamw] * len(cautious)
+    after.optimizer.zero_grad()
+    after.model(torch.randn(5, 3)).square().mean().backward()
+    after.optimizer.step()
+    assert {each["step"].item() for each in after.optimizer.state.values()} == {4}
 
 
 def muon(model, **given):

@@ -141,6 +141,7 @@ KEYS = {
         "precision=fp8 precision.recipe=rowwise grad_accum_steps=2 model.bias=true",
         "precision=fp8 precision.recipe=rowwise_with_gw_hp loss_chunk=8 monitors=full",
         "precision=bf16_params optimizer=stable_adamw clipping=adagc",
+        "optimizer.cautious_decay=true clipping=update_norm clipping.warmup_steps=2 guard.recheck_every=2 steps=5",
         "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0.9 monitors=default monitors.every=1 eval_every=1 "
         "steps=3",
         "guard.recheck_every=1 precision=fp16 optimizer=stable_adamw grad_accum_steps=2",

@@ -138,12 +138,12 @@ CHANGED: dict[str, object] = {
     "optimizer.nesterov": {False: True, True: False},
     "optimizer.fused": False,
     "optimizer.decay": "independent",
+    "optimizer.cautious_decay": True,
     "optimizer.theta": 1.5,
     "optimizer.reset_interval": 3,
     "optimizer.warmup_steps": 1,
     "optimizer.ns_steps": 1,
     "optimizer.no_decay": [],
-    "optimizer.cautious_decay": True,
     "optimizer.scale": "original",
     "optimizer.per_head": True,
     "optimizer.momentum_low": 0.5,
@@ -531,6 +531,13 @@ def needed_for(group, option, key, places):
         return ["optimizer.reset_interval=4", "optimizer.warmup_steps=2", "steps=8"]
     if option == "adagc":
         return ["clipping.warmup_steps=1", "steps=8"]
+    if option == "update_norm":
+        loose = ["clipping.z_threshold=0.5", "clipping.warmup_steps=4", "steps=12"]
+        return [
+            *loose,
+            "optimizer=adamw",
+            "optimizer.betas=[0,0.99]",
+        ]  # with momentum the first updates are the longest
     if option == "zclip" and key != "max_norm":
         loose = ["clipping.max_norm=100", "clipping.z_threshold=0.5", "clipping.warmup_steps=4"]
         return [*loose, "steps=12", "warmup=none", "batch_size=1", "optimizer.lr=1e-5"]  # the norms must rise and fall

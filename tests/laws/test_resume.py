@@ -94,19 +94,30 @@ MUON = ["optimizer=muon", "optimizer.per_head=true", "optimizer.momentum_warmup=
 STATEFUL = {
     "zclip": ["clipping=zclip", "clipping.warmup_steps=3", "clipping.z_threshold=0.5", "optimizer=stable_adamw"],
     "adagc": ["clipping=adagc", "clipping.warmup_steps=3", "optimizer=spam", "optimizer.reset_interval=5"],
+    "update_norm": [
+        "clipping=update_norm",
+        "clipping.warmup_steps=3",
+        "clipping.z_threshold=0.1",
+        "clipping.alpha=0.1",
+        "optimizer.cautious_decay=true",
+        "precision=bf16_params",
+    ],
     "muon": [*MUON, "qkclip=kimi", "qkclip.max_logit=1e-3", "precision=bf16_params", "monitors=full"],
     "lengths": [
         "data.length_warmup=9",
         "data.length_start=2",
         "schedule=wsd",
-        "schedule.weight_decay=with_lr",
+        "warmup=cosine",
         "init=small",
+        "schedule.weight_decay=with_lr",
     ],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "crash_at"), [("zclip", 7), ("adagc", 11), ("muon", 7), ("lengths", 11)])
+@pytest.mark.parametrize(
+    ("kind", "crash_at"), [("zclip", 7), ("adagc", 11), ("update_norm", 11), ("muon", 7), ("lengths", 11)]
+)
 def test_every_kind_of_memory_survives_a_crash(tmp_path, kind, crash_at):
     chosen = [*TINY_GPT, *STATEFUL[kind], f"steps={STEPS}", "eval_every=4", "checkpoint.every=5", "log_every=1"]
     chosen += ["optimizer.warmup_steps=2"] if kind == "adagc" else []

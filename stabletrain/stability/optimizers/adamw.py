@@ -68,6 +68,7 @@ class AdamSettings:
         decay: kind of weight decay, see `parameter_roles.py`: `coupled`, `independent` or `corrected`.
         no_decay: roles of parameters without weight decay.
         cautious_decay: whether only those weights decay that the update moves towards 0 as well, see `cautious`.
+        shows_update: whether `clipping` scales the update, so that it takes a `GatedOptimizer`; set by the trainer.
     """
 
     lr: float
@@ -77,6 +78,7 @@ class AdamSettings:
     decay: str = field(default="coupled", kw_only=True)
     no_decay: Sequence[str] = field(default=NO_DECAY, kw_only=True)
     cautious_decay: bool = field(default=False, kw_only=True)
+    shows_update: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
@@ -98,15 +100,13 @@ class AdamSettings:
 
 @dataclass(frozen=True)
 class AdamW(AdamSettings):
-    """`torch.optim.AdamW`; `GatedAdamW` if something needs the update before it is applied.
+    """`torch.optim.AdamW`; or `GatedAdamW`, if something needs the update, which PyTorch's kernels do not show.
 
     Attributes:
         fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
-        shows_update: whether `clipping` needs the update, which PyTorch's kernels do not show.
     """
 
     fused: bool = True
-    shows_update: bool = False
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Returns the optimizer over `model`'s trainable parameters."""

@@ -24,7 +24,8 @@ then (1 - b)Y <= M u, half the distance from M to the next value, and M + M u ro
 give at most (1 + u)^3 (b M + (1 - b) M / 8) <= M, as 1 - b > 8u pays for them. (R2) Rounding w + d moves w by at most
 2|d|, because w itself is a candidate.
 
-**Adam, AdamW**; also `CappedAdamW` (StableAdamW) and `SpikeAwareAdamW` (SPAM), whose modules say what they add.
+**Adam, AdamW**; also `GatedAdamW`, `CappedAdamW` (StableAdamW) and `SpikeAwareAdamW` (SPAM), whose module says what
+they add.
 
 - v: by R1 with Y = G^2, or (1.2 G)^2 with an L2 penalty (below): 0 <= v < 3e37. `amsgrad`'s maximum is one of these.
   No implementation squares g before it is finite: G^2 = 1e36. In fp32, 1.8e19 would be the largest with a finite
@@ -40,6 +41,12 @@ give at most (1 + u)^3 (b M + (1 - b) M / 8) <= M, as 1 - b > 8u pays for them. 
   With an L2 penalty (Adam's), lr <= 1 and weight_decay <= 1 keep |w| <= 1.4e17, so the penalty adds at most 0.2 G.
 - Intermediate values: g / eps <= 1e33; lr / (1 - b1) * m <= 2e26; sqrt(v) / sqrt(1 - b2) <= 6e21. With `capturable`,
   the unfused kernels divide by the rate: at lr=0 that is 0 / 0, so lr >= 1e-30 there.
+- Cautious weight decay subtracts lr weight_decay w or 0 from each weight, by a mask of exactly 0 or 1 (`cautious`: the
+  product of two signs, plus 1, at most 1; both are finite here). Either shortens a weight or keeps it. The decay is
+  added to the update first, as SGD's fused kernel does in the other optimizers of `gated.py`: R2 applies twice, which
+  ends at |w| <= 1e17 + 6.8e19.
+- A scaled update (`update_weights_`): where its norm is NaN, as at lr=0, or overflows, the factor is 1; else it is in
+  [0, 1] (`clipping_is_proven`). What it multiplies is finite, so it only shortens the update; m and v are written.
 
 **SGD.** B = 1e33 bounds |w|; c = weight_decay, p = momentum with its rounding (`1 - gap`).
 
@@ -71,8 +78,17 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from stabletrain.several_optimizers import SeveralOptimizers, optimizers_of
-from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
-from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
+from stabletrain.stability.clipping import (
+    AGC,
+    AdaGC,
+    NoClip,
+    NormClip,
+    PerModuleClip,
+    UpdateNormClip,
+    ValueClip,
+    ZClip,
+)
+from stabletrain.stability.optimizers.adamw import CappedAdamW, GatedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.muon import MuonAndAdamW
 from stabletrain.stability.qkclip import NoQKClip, QKClip
 
@@ -224,7 +240,7 @@ def decoupled(group: Group) -> str:
 
 
 def capped(optimizer: Optimizer, group: Group, roundoff: float) -> str:
-    """Returns why a group of `CappedAdamW` is not proven."""
+    """Returns why a group of `GatedAdamW` or `CappedAdamW` is not proven."""
     return adam_moments(group, roundoff) or decoupled(group)
 
 
@@ -264,6 +280,7 @@ PROVEN: dict[type, Callable[[Any, Group, float], str]] = {
     torch.optim.SGD: sgd,
     torch.optim.Adam: adam,
     torch.optim.AdamW: adam,
+    GatedAdamW: capped,
     CappedAdamW: capped,
     SpikeAwareAdamW: spike_aware,
     MuonAndAdamW: muon_and_adamw,
@@ -336,9 +353,10 @@ def clipping_is_proven(clipping: Any) -> bool:
 
     Each of this package's multiplies by factors in [0, 1] or clamps. `clip_factor` divides only where the norm is
     finite and above the bound, so the quotient is at most 1 and never 0 / 0; a bound of NaN, as of statistics that
-    went wrong, fails that comparison and gives 1. `NormClip` divides by the norm + 1e-6.
+    went wrong, fails that comparison and gives 1. `NormClip` divides by the norm + 1e-6. `UpdateNormClip` changes no
+    gradient; the factor of its `StepScale` is that of `clip_factor`, or 1.
     """
-    return type(clipping) in (NoClip, NormClip, ValueClip, PerModuleClip, AGC, AdaGC, ZClip)
+    return type(clipping) in (NoClip, NormClip, ValueClip, PerModuleClip, AGC, AdaGC, ZClip, UpdateNormClip)
 
 
 def after_update_is_proven(after_update: Any) -> bool:

@@ -6,25 +6,22 @@ with `write_where_`. All keep every bit of the targets if the update is skipped,
 is needed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float32
+from jaxtyping import Float32
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stabletrain.monitors.tensor_norms import lengths
+from stabletrain.records import ScaleUpdate
 
 # Once a second moment is Inf it stays Inf, and its coordinate never moves again. The guard skips updates with a norm
 # above 1e18 (`guard/policy/limits.py`), so it matters only without a guard.
 LARGEST_GRADIENT = 1.8e19
 """Bound of each gradient value, so that its square is finite in fp32."""
-
-
-ScaleUpdate = Callable[[Float32[Tensor, ""], Bool[Tensor, ""]], Float32[Tensor, ""]]
-"""Returns the factor, in (0, 1], of a whole update, from its norm per learning rate, and from the gate."""
 
 
 class GatedOptimizer(Optimizer):

@@ -234,8 +234,9 @@ class MuonAndAdamW(GatedOptimizer):
                 direction, able = self._direct(weight, weight.grad, group)
                 rate, decay = group["lr"] * scale_of(group, weight), group["lr"] * group["weight_decay"]
                 if shown:
-                    # With the strides of the weight: the fused kernel that subtracts it reads memory in order.
-                    amount = torch.empty_like(weight).copy_(direction).mul_(rate)
+                    # With the strides of the weight: the fused kernel that subtracts it reads memory in order. And
+                    # what is held back counts as 0 in the norm of the whole update.
+                    amount = torch.empty_like(weight).copy_(torch.where(able, direction, 0.0)).mul_(rate)
                     updates.append(Update([weight], [amount], group["lr"], decay, group["cautious"], (~able).float()))
                 else:
                     write_where_([weight], [weight.mul(1 - decay).add_(direction, alpha=-rate)], able)

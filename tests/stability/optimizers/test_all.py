@@ -17,6 +17,7 @@ RATE = LearningRate(NoWarmup(), Constant(), 6)
 KINDS = {
     "adamw": AdamW(**ADAM),
     "adamw-unfused": AdamW(**ADAM, fused=False),
+    "adamw-cautious": AdamW(**ADAM, cautious_decay=True),
     "sgd": SGD(lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-4),
     "stable_adamw": StableAdamW(**ADAM),
     "spam": SPAM(**ADAM, theta=50.0, reset_interval=4, warmup_steps=2),
@@ -131,7 +132,7 @@ def test_momentum_exists_before_the_first_step_and_does_not_change_that_step():
     assert equal(bits(ours), bits(torchs))
 
 
-@pytest.mark.parametrize("kind", ["stable_adamw", "spam"])
+@pytest.mark.parametrize("kind", ["adamw-cautious", "stable_adamw", "spam"])
 def test_even_a_gradient_whose_square_is_infinite_leaves_no_infinite_moment(kind):
     """Applies an update that the guard would skip: PyTorch's AdamW would keep v = Inf forever."""
     state = fresh(kind)

@@ -14,10 +14,20 @@ from stabletrain.guard.guard import Guard
 from stabletrain.guard.policy.limits import LARGEST_NORM
 from stabletrain.monitors.tensor_norms import measure_all
 from stabletrain.records import TrainState
-from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
+from stabletrain.stability.clipping import (
+    AGC,
+    AdaGC,
+    NoClip,
+    NormClip,
+    PerModuleClip,
+    UpdateNormClip,
+    ValueClip,
+    ZClip,
+)
+from stabletrain.stability.clipping.update_norm import StepScale
 from stabletrain.stability.optimizers import Muon
 from stabletrain.stability.optimizers import muon as muon_module
-from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
+from stabletrain.stability.optimizers.adamw import CappedAdamW, GatedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.closed import after_update_is_proven, clipping_is_proven, why_unproven
 from stabletrain.stability.optimizers.muon import MuonAndAdamW
 from stabletrain.stability.optimizers.sgd import zero_momentum_
@@ -97,6 +107,29 @@ def rounded(rng):
     return make
 
 
+def scaled(draw):
+    """Half of the searches clip the update; the gate is open, as in every search."""
+
+    def with_scale(rng):
+        make, clipping = draw(rng), UpdateNormClip(z_threshold=1e-3, alpha=0.1, warmup_steps=2)
+        if rng.integers(2):
+            return make
+
+        def made(weights):
+            optimizer = make(weights)
+
+            def rescale(*_):
+                optimizer.scale_update = StepScale(clipping, torch.device("cpu"))
+
+            rescale.__module__ = "stabletrain.stability.optimizers.gated"
+            optimizer.register_step_pre_hook(rescale)
+            return optimizer
+
+        return made
+
+    return with_scale
+
+
 DECAYS = "weight_decay", "peak_weight_decay"
 WAYS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}
 KINDS = {
@@ -105,7 +138,8 @@ KINDS = {
     **{f"sgd {name}": sgd(way) for name, way in WAYS.items()},
     "rounded": rounded,
     "muon": muon,
-    "stable_adamw": ours(CappedAdamW),
+    "own adamw": scaled(ours(GatedAdamW, cautious=[False, True])),
+    "stable_adamw": scaled(ours(CappedAdamW, cautious=[False, True])),
     "spam": ours(SpikeAwareAdamW, theta=[1.0, 50.0, 1e30], reset_interval=[1, 3, 500], warmup_steps=[0, 2]),
 }
 
@@ -524,7 +558,7 @@ class OwnClip(NormClip):
 
 
 def test_exact_classes_of_clipping_and_of_qk_clip_are_proven():
-    clippings = [NoClip(), NormClip(1.0), ValueClip(1.0), PerModuleClip(1.0), AGC(), AdaGC(), ZClip()]
+    clippings = [NoClip(), NormClip(1.0), ValueClip(1.0), PerModuleClip(1.0), AGC(), AdaGC(), ZClip(), UpdateNormClip()]
     assert all(clipping_is_proven(each) for each in clippings)
     assert not any(clipping_is_proven(each) for each in (OwnClip(1.0), None, print))
     assert after_update_is_proven(NoQKClip())
