@@ -95,13 +95,6 @@ def write_where_(targets: list[Tensor], values: list[Tensor], where: Tensor) -> 
         torch.where(where, value, target, out=target)
 
 
-def copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies each tensor, bit for bit and in its memory format."""
-    new = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(new, tensors)  # PyTorch 2.11 has no torch._foreach_clone
-    return new
-
-
 def subtract_(targets: list[Tensor], amounts: list[Tensor], withheld: Tensor, decay: float = 0.0) -> None:
     """Subtracts `amounts + decay * targets` from `targets`, in place; with `withheld` (0-d fp32) 1, changes no bit."""
     # A step of SGD with learning rate 1: one kernel that knows the gate, for all tensors.
