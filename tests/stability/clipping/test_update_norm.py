@@ -18,7 +18,7 @@ from tests.stability.optimizers.given import ADAM, SPAM_
 from tests.test_step import PRECISIONS, batch, bits, same
 from tests.workloads import build_tools
 
-NORMS = GradNorms(torch.ones(()), torch.ones(1))
+MODEL, NORMS = nn.Linear(1, 1), GradNorms(torch.ones(()), torch.ones(1))
 
 ADAM = ADAM | {"betas": [0.0, 0.99]}  # without momentum, the first updates are not longer than later ones
 TIGHT = {"z_threshold": 1e-3, "alpha": 0.1, "warmup_steps": 2}
@@ -73,7 +73,7 @@ def step(optimizer, kind, number, gate=OPEN, rate=1.0):
         group["lr"] = ADAM["lr"] * rate
         for each in group["params"]:
             each.grad = size * torch.randn(each.shape, generator=generator)
-    clipped = kind(None, NORMS, gate)
+    clipped = kind(MODEL, NORMS, gate)
     apply(optimizer, gate, clipped.scale_update)
     return clipped.coef
 
@@ -136,9 +136,9 @@ def test_a_learning_rate_of_0_is_no_norm():
 def test_an_update_that_is_not_finite_gives_a_factor_of_1_and_enters_no_statistic(bad):
     kind = clipping()
     for norm in (1.0, 1.2, 0.9, 1.1, 1.0):
-        kind(None, NORMS, OPEN).scale_update(torch.tensor(norm), OPEN)
+        kind(MODEL, NORMS, OPEN).scale_update(torch.tensor(norm), OPEN)
     before = kind.state_dict()
-    clipped = kind(None, NORMS, OPEN)
+    clipped = kind(MODEL, NORMS, OPEN)
     assert clipped.scale_update(torch.tensor(bad), OPEN) == 1
     assert equal_trees(kind.state_dict(), before)
 
@@ -146,8 +146,8 @@ def test_an_update_that_is_not_finite_gives_a_factor_of_1_and_enters_no_statisti
 def test_a_repeated_update_gets_the_factor_of_its_step():
     kind = clipping()
     for norm in (1.0, 1.2, 0.9, 1.1):
-        kind(None, NORMS, OPEN).scale_update(torch.tensor(norm), OPEN)
-    clipped = kind(None, NORMS, OPEN)
+        kind(MODEL, NORMS, OPEN).scale_update(torch.tensor(norm), OPEN)
+    clipped = kind(MODEL, NORMS, OPEN)
     first = clipped.scale_update(torch.tensor(9.0), OPEN).clone()
     before = kind.state_dict()
     assert clipped.scale_update(torch.tensor(0.1), OPEN) == first < 1
