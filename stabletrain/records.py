@@ -314,6 +314,10 @@ class GradNorms:
     sharded: Sequence[bool] = ()
 
 
+ScaleUpdate = Callable[[Tensor, Tensor], Tensor]
+"""Returns the factor of a whole update, in (0, 1], 0-d fp32: from its norm over the learning rate, and the gate."""
+
+
 @dataclass(frozen=True)
 class Clipped:
     """The effect of clipping on a step; tensors are fp32.
@@ -322,10 +326,13 @@ class Clipped:
         coef: gradient norm after clipping over the norm before; 1 if nothing was clipped.
         active: clipped share, in [0, 1], of the units this option clips (tensors, rows, values). None if the unit is
             the whole gradient, which is clipped where `coef` is below 1.
+        scale_update: None unless the update is clipped in place of gradients; `coef` is then that of the update's
+            norm, and becomes known in the optimizer's step.
     """
 
     coef: Number
     active: Number | None = None
+    scale_update: ScaleUpdate | None = None
 
 
 class OwnNumbers(NamedTuple):

@@ -33,9 +33,11 @@ from stabletrain.records import (
     LossTerms,
     Number,
     Reading,
+    ScaleUpdate,
     StepChecks,
     TrainState,
 )
+from stabletrain.stability.optimizers.gated import GatedOptimizer
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.tools import Tools
 
@@ -207,13 +209,13 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     gated = close_gate(computed.terms, computed.norms, checks, tools.parallel, tools.precision, tools.guard.gate)
     gate, loss_scale = gated.gate, tools.precision.loss_scale()
     # The schedule's learning rate for this step number; lower for some steps after a rollback.
-    lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
+    lr = tools.learning_rate.set_(state.optimizer, state.step, tools.guard.lr_multiplier(state.step))
     # If the optimizer may give a bad update, copy everything that it may write, before gradients are clipped.
     update = CheckedUpdate(state, tools)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
     clipped = tools.clipping(state.model, gated.norms, gate)
     # Apply the update if the gate is open. Otherwise weights and moments keep their bits.
-    withheld = update.apply(gate)
+    withheld = update.apply(gate, clipped.scale_update)
     tools.after_update(state.model, gate)
     # Finite gradients do not make a finite update. From here on the gate is also closed if the update was bad: it is
     # undone here, or by the loop. Then restore the buffers if the gate is closed, and adapt fp16's loss scale.
@@ -327,13 +329,13 @@ class CheckedUpdate:
         self.recheck: Number = 0.0
         self.lengths: Mapping[str, Tensor] = {}
 
-    def apply(self, gate: Tensor) -> Tensor:
+    def apply(self, gate: Tensor, scale: ScaleUpdate | None = None) -> Tensor:
         """Applies the update; if it is this step's turn, applies that of one tensor again to copies. See `apply`."""
         state, guard = self._state, self._tools.guard
         repeat = guard.recheck.of_update(state, self._tools.parallel)
         self._before = guard.lengths.before(state.model)
-        withheld = apply(state.optimizer, gate)
-        self.recheck = repeat.update(partial(apply, gate=gate))
+        withheld = apply(state.optimizer, gate, scale)
+        self.recheck = repeat.update(partial(apply, gate=gate, scale=scale))
         return withheld
 
     def judge(self, gate: Tensor) -> Tensor:
@@ -348,16 +350,11 @@ def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Rea
     return commit(state, compute(state, batches, tools), tools).wait()
 
 
-def set_lr(optimizer: Optimizer, factor: float) -> float:
-    """Sets the learning rate of every parameter group to `factor` times its peak; returns the first group's."""
-    for group in optimizer.param_groups:
-        group.setdefault("peak_lr", group["lr"])
-        group["lr"] = group["peak_lr"] * factor
-    return optimizer.param_groups[0]["lr"]
-
-
-def apply(optimizer: Optimizer, gate: Tensor) -> Tensor:
+def apply(optimizer: Optimizer, gate: Tensor, scale: ScaleUpdate | None = None) -> Tensor:
     """Runs the optimizer's step if `gate` (0-d bool) is open; otherwise changes no bit.
+
+    Args:
+        scale: clips the update; only for a `GatedOptimizer`.
 
     Returns:
         1 if the update was withheld, else 0; 0-d fp32.
@@ -367,6 +364,8 @@ def apply(optimizer: Optimizer, gate: Tensor) -> Tensor:
     withheld = torch.logical_not(gate, out=torch.empty((), device=gate.device))  # one kernel for `(~gate).float()`
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = None, withheld  # ty: ignore[missing-attribute]
+        if isinstance(optimizer, GatedOptimizer):
+            optimizer.scale_update = scale
         optimizer.step()
     elif gate.item():
         optimizer.step()

@@ -18,6 +18,7 @@ from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.sanitize import Sanitizer
+from stabletrain.stability.schedule import LearningRate
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Tools:
         clipping: clips gradients.
         after_update: changes the weights after an update.
         guard: decides which updates reach the weights, and what happens after a skip.
-        learning_rate: returns the learning rate of a step, counted from 0, as a fraction of its peak.
+        learning_rate: the learning rate by step number, and what else depends on it.
         determinism: seeds the randomness of a step.
         seed: of this rank.
         parallel: the ranks that train together, or one process.
@@ -43,7 +44,7 @@ class Tools:
     clipping: NoClip
     after_update: AfterUpdate
     guard: NoGuard
-    learning_rate: Callable[[int], float]
+    learning_rate: LearningRate
     determinism: Off
     seed: int
     parallel: SingleProcess

@@ -15,6 +15,7 @@ from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
+from stabletrain.stability.schedule import LearningRate, NoWarmup, Schedule
 from stabletrain.step import (
     MOST_COUNTS,
     close_gate,
@@ -222,10 +223,17 @@ def test_a_micro_batch_with_bad_inputs_or_bad_targets_is_bad(inputs, targets):
     assert bool(done.bad_data) == (inputs or targets)
 
 
+class Halving(Schedule):
+    """0.5 at the first of four steps, 0.25 at the second."""
+
+    def factor(self, progress):
+        return 0.5 / (4 * progress + 1)
+
+
 def test_the_guard_lowers_the_scheduled_learning_rate_and_one_process_is_not_asked_to_stop():
     acting = tools()
     acting.guard.lr_multiplier = lambda step: 0.25
-    reading = train_step(fresh(), [batch(1)], replace(acting, learning_rate=lambda step: 0.5))
+    reading = train_step(fresh(), [batch(1)], replace(acting, learning_rate=LearningRate(NoWarmup(), Halving(), 4)))
     assert reading.lr == pytest.approx(1e-2 * 0.5 * 0.25)
     assert reading.stop is False
 
@@ -299,7 +307,7 @@ def test_the_learning_rate_of_every_group_follows_the_schedule():
     state = fresh()
     state.optimizer.param_groups[1]["lr"] = 5e-3
     half = tools()
-    half = replace(half, learning_rate=lambda step: 0.5 / (step + 1))
+    half = replace(half, learning_rate=LearningRate(NoWarmup(), Halving(), 4))
     readings = [train_step(state, [batch(i)], half) for i in range(2)]
     assert [r.lr for r in readings] == [5e-3, 2.5e-3]
     assert [g["lr"] for g in state.optimizer.param_groups] == [2.5e-3, 1.25e-3]

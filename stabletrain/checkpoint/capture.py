@@ -19,7 +19,10 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 from stabletrain.several_optimizers import optimizers_of
 
-NOT_RESTORED = frozenset({"params", "lr", "peak_lr"})
+SCHEDULES = {"peak_weight_decay", "decay_with_lr", "peak_momentum", "momentum_schedule"}
+"""Keys of a parameter group that `stability/schedule.py` reads: the configuration decides them."""
+
+NOT_RESTORED = frozenset({"params", "lr", "peak_lr", *SCHEDULES})
 """Keys of a parameter group that are not restored, so that a learning rate changed for the resumed run takes effect."""
 
 FIX = "resume with the options the run began with, or start a new run in another folder"
@@ -158,7 +161,8 @@ def _restore_optimizer(tree: Tree, state: TrainState) -> None:
         # The optimizer's arguments (betas, weight decay ...) come from the configuration of the resumed run. An
         # argument that was given the same now as then is restored: where it differs, the optimizer counts in it.
         same = {key for key in now.keys() & then.keys() if now[key] == then[key]}
-        for key in saved.keys() - NOT_RESTORED - (optimizer.defaults.keys() - same):
+        scheduled = {key.removeprefix("peak_") for key in SCHEDULES & saved.keys()}  # its value was that of one step
+        for key in saved.keys() - NOT_RESTORED - scheduled - (optimizer.defaults.keys() - same):
             group[key] = _copy_into(group.get(key), saved[key], torch.device("cpu"))
         for parameter in group["params"]:
             values = tree["state"].get(names[parameter])

@@ -6,6 +6,7 @@ Parts are matched by name. A part that the state lacks comes from the caller; a 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
 from stabletrain.records import TrainState
 
-SAME_STATE = (frozenset({"AdamW", "CappedAdamW"}),)
+SAME_STATE = (frozenset({"AdamW", "GatedAdamW", "CappedAdamW"}),)
 """Kinds of optimizers that keep the same state for each parameter."""
 
 
@@ -79,7 +80,7 @@ def refit_optimizer(tree: Tree, fresh: Tree) -> tuple[Tree, bool]:
         fresh: the other optimizer before its first step, from `fresh_optimizer`.
     """
     kinds = {tree["kind"], fresh["kind"]}
-    if len(kinds) > 1 and frozenset(kinds) not in SAME_STATE:
+    if len(kinds) > 1 and not any(kinds <= same for same in SAME_STATE):
         return fresh, True
     moments = {}
     for name in (name for group in fresh["param_groups"] for name in group["params"]):
@@ -87,8 +88,10 @@ def refit_optimizer(tree: Tree, fresh: Tree) -> tuple[Tree, bool]:
         values = {**fresh["state"].get(name, {}), **tree["state"].get(name, {})}
         if values:
             moments[name] = values
-    groups = []
+    groups, options = [], []
+    both = list(zip_longest(tree["param_groups"], tree.get("options", ()), fillvalue={}))
     for group in fresh["param_groups"]:
-        alike = max(tree["param_groups"], key=lambda saved: len({*saved["params"]} & {*group["params"]}), default={})
+        alike, given = max(both, key=lambda each: len({*each[0]["params"]} & {*group["params"]}), default=({}, {}))
         groups.append({**group, **alike, "params": group["params"]})
-    return {**tree, "kind": fresh["kind"], "state": moments, "param_groups": groups}, False
+        options.append(given)
+    return {**tree, "kind": fresh["kind"], "state": moments, "param_groups": groups, "options": options}, False

@@ -81,6 +81,7 @@ CHANGED_TO: dict[tuple[str, str], Row] = {
     ("precision", "bf16_params"): Row(RECORDED, "matrices and kernels are rounded to bf16"),
     ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are collected anew"),
     ("clipping", "adagc"): Row(NEW_STATE, "each tensor's average norm is collected anew, from its warm-up on"),
+    ("clipping", "update_norm"): Row(NEW_STATE, "mean and deviation of the updates are collected anew"),
     ("qknorm", "none"): Row(NEW_STATE, "the gains and their moments are dropped"),
     ("softmax", "plain"): Row(NEW_STATE, "the sinks and their moments are dropped"),
     ("attention_gate", "none"): Row(REFUSED, "without its gates, what trained heads give would about double", FORK),
@@ -92,6 +93,7 @@ CHANGED_FROM: dict[tuple[str, str], Row] = {
     ("precision", "fp16"): Row(NEW_STATE, "the loss scale is dropped"),
     ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are dropped"),
     ("clipping", "adagc"): Row(NEW_STATE, "the tensors' average norms are dropped"),
+    ("clipping", "update_norm"): Row(NEW_STATE, "mean and deviation of the updates are dropped"),
 }
 """The same as the old option, if the new one has no row."""
 

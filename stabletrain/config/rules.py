@@ -32,6 +32,10 @@ CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
 FP32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 """The smallest and the largest normal number of fp32. Numbers nearer to 0 lose digits there, and most become 0."""
 
+SHOW_UPDATES = {f"stabletrain.stability.optimizers.adamw.{name}" for name in ("AdamW", "StableAdamW", "SPAM")}
+SHOW_UPDATES |= {"stabletrain.stability.optimizers.muon.Muon"}
+"""Optimizers that show their update before it is applied; PyTorch's kernels do not."""
+
 SMALLEST_HEAD = 16
 """The smallest head dimension that FlexAttention's kernel takes."""
 
@@ -224,6 +228,12 @@ RULES = [
     Rule(" ".join(CHOSEN_PARTS), lambda run, key: run[key] != CHOSEN_PARTS[key] and not run.has(f"model.{key}"),
          "{chosen} does nothing with model={model}, because {lacking}",
          "{instead}, or a model whose YAML has `{reference}`"),
+    Rule("clipping", lambda run, key: run[key] == "update_norm" and run["optimizer._target_"] not in SHOW_UPDATES,
+         "{override} scales an update before it is applied, which {optimizer._target_} does not show",
+         "clipping=zclip, or optimizer=adamw"),
+    Rule("optimizer.cautious_decay", lambda run, key: run[key] and run["parallel"] == "fsdp",
+         "{override} needs whole tensors, but parallel=fsdp shards them across the ranks",
+         "parallel=ddp, or leave it out"),
     Rule("zloss loss_chunk", lambda run, key: run[key] not in ("none", "auto") and has_other_objective(run),
          "{chosen} does nothing with objective={objective}, which has no logits of a softmax",
          "{key}=none, or objective=cross_entropy"),
@@ -240,6 +250,9 @@ RULES = [
     Rule("faults qkclip", lambda run, key: run[key] != "none" and run["compile"] == "graph",
          "{chosen} needs Python in every step, and compile=graph repeats only what the card did in one step",
          "{key}=none, or compile=true"),
+    Rule("schedule.weight_decay", lambda run, key: run[key] == "with_lr" and run["optimizer.decay"] == "corrected",
+         "{override} multiplies weight decay by the factor of the learning rate, as optimizer.decay=corrected does",
+         "schedule.weight_decay=constant, or optimizer.decay=coupled"),
     Rule("softcap.attention", lambda run, key: run[key] == "flex" and run["compile"] is False,
          "{override} does nothing with compile=false, because FlexAttention is fused only in compiled steps",
          "compile=auto, or softcap.attention=math"),

@@ -215,6 +215,10 @@ class Attention(nn.Module):
         self.gate = attention_gate(n_embd, n_head, bias)
         self.out = nn.Linear(n_embd, n_embd, bias=bias)
 
+    def heads(self) -> dict[Tensor, int]:
+        """Returns the matrices whose rows are those of one head after another, with their number of heads."""
+        return dict.fromkeys((self.query.weight, self.key.weight, self.value.weight), self.n_head)
+
     def forward(
         self, x: Float[Tensor, "batch time width"], position: Rotary | LearnedPosition, cache: KVCache | None
     ) -> Float[Tensor, "batch time width"]:

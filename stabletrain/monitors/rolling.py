@@ -2,6 +2,7 @@
 
     z(x) = (x - mean) / std       over the previous `window` values, without x itself
     spike score = share of values with |z| >= sigma
+    update z-score = z(length of the update / learning rate)
 
 Source: OLMo 2, arXiv 2501.00656, section 3.1 (window 1,000, seven standard deviations), for losses and gradient norms.
 This is the package's only definition of a spike.
@@ -233,6 +234,8 @@ class RollingStats:
         self._applied: deque[bool] = deque(maxlen=window)
         self._fallen: deque[bool] = deque(maxlen=window)
         self._spikes = {"loss": Spikes(), "grad_norm": Spikes()}
+        # Lengths over the learning rate: warmup and schedule are no outliers.
+        self._updates, self._update_z = Spikes(), 0.0
         self._raised: list[str] = []
 
     def add(self, reading: Reading, skipped_spike: bool = False) -> list[Alarm]:
@@ -252,6 +255,8 @@ class RollingStats:
         self._active.append(reading.clip_active)
         self._spikes["loss"].add(reading.loss)
         self._spikes["grad_norm"].add(reading.grad_norm)
+        if reading.update > 0 and reading.lr > 0:
+            self._update_z = self._updates.add(reading.update / reading.lr)
         if "clipping" in self._raised or len(self._active) < self._window:
             return []
         active = mean(self._active)
@@ -264,12 +269,16 @@ class RollingStats:
         return [Alarm(kind, text)]
 
     def metrics(self) -> dict[str, float]:
-        """Returns `clip/fraction` and `guard/skip_rate` of the window and the run's spike scores, all in [0, 1]."""
+        """Returns `clip/fraction` and `guard/skip_rate` of the window and the run's spike scores, all in [0, 1].
+
+        If updates are measured (`update_length.py`), also `update/zscore` of the last applied one.
+        """
         return {
             "clip/fraction": mean(self._active),
             "guard/skip_rate": 1 - mean(self._applied) if self._applied else 0.0,
             "spike/score": self._spikes["loss"].score,
             "spike/grad_norm_score": self._spikes["grad_norm"].score,
+            **({"update/zscore": self._update_z} if len(self._updates.window) else {}),
         }
 
     def state_dict(self) -> dict:
@@ -279,6 +288,7 @@ class RollingStats:
             "applied": list(self._applied),
             "fallen": list(self._fallen),
             "spikes": {name: spikes.state_dict() for name, spikes in self._spikes.items()},
+            "updates": {**self._updates.state_dict(), "z": self._update_z},
             "raised": list(self._raised),
         }
 
@@ -289,6 +299,11 @@ class RollingStats:
         self._fallen = deque(state.get("fallen", []), maxlen=self._fallen.maxlen)
         for name, spikes in self._spikes.items():
             spikes.load_state_dict(state["spikes"][name])
+        updates = state.get(
+            "updates", {"values": [], "judged": 0, "spikes": 0, "z": 0.0}
+        )  # older checkpoints have none
+        self._updates.load_state_dict(updates)
+        self._update_z = updates["z"]
         self.load_cumulative_state(state)
 
     def cumulative_state(self) -> dict:

@@ -30,7 +30,7 @@ from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objec
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
-from stabletrain.stability.schedule import Constant, NoWarmup
+from stabletrain.stability.schedule import NoWarmup, Schedule
 from stabletrain.stability.softcap import NoSoftcap
 from stabletrain.stability.softmax import PlainSoftmax
 from stabletrain.tracking.wandb import NoWandb
@@ -57,7 +57,7 @@ class StepOptions(ForwardOptions):
     clipping: NoClip
     qkclip: NoQKClip
     warmup: NoWarmup
-    schedule: Constant
+    schedule: Schedule
     steps: int
     grad_accum_steps: int
     seed: int

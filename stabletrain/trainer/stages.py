@@ -192,7 +192,11 @@ def build_model(
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
     parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters
-    optimizer, note = make_optimizer(options.optimizer, model, parallel.optimizer_overrides(options.optimizer.option))
+    overrides = {**parallel.optimizer_overrides(options.optimizer.option)}
+    if getattr(options.clipping, "clips_updates", False):
+        overrides["shows_update"] = True  # the configuration was checked: it is one of this package's optimizers
+    optimizer, note = make_optimizer(options.optimizer, model, overrides)
+    LearningRate(options.warmup, options.schedule, options.steps).attach(optimizer)
     state = TrainState(model, optimizer)
     precision.attach(model, state.optimizer)
     options.faults.state(state, precision)
@@ -211,7 +215,7 @@ def make_optimizer(choice: Choice[Callable], model: nn.Module, overrides: Mappin
     Args:
         choice: the option of the group `optimizer`.
         model: on its device, sharded already.
-        overrides: arguments that `parallel` needs to be different.
+        overrides: arguments that `parallel` and `clipping` need to be different.
 
     Returns:
         the optimizer, and a line with its arguments if the user typed `optimizer._target_`, else an empty string.

@@ -1,12 +1,15 @@
 """A state that is made to fit another model or another optimizer: what is kept, made and dropped."""
 
+import pytest
 import torch
 from torch import nn
 
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.refit import fresh_optimizer, missing, refit
+from stabletrain.models.gpt import GPT
 from stabletrain.records import TrainState
-from stabletrain.stability.optimizers import SGD, AdamW, StableAdamW
+from stabletrain.stability.optimizers import SGD, AdamW, Muon, StableAdamW
+from stabletrain.stability.schedule import Cosine, LearningRate, LinearWarmup
 
 
 def state(make, *, norm=False, steps=0, seed=0):
@@ -25,8 +28,12 @@ def state(make, *, norm=False, steps=0, seed=0):
     return made
 
 
-def adamw(model):
-    return AdamW(0.01, [0.9, 0.95], 1e-8, 0.1)(model)
+def adamw(model, **given):
+    return AdamW(0.01, [0.9, 0.95], 1e-8, 0.1, **given)(model)
+
+
+def own_adamw(model):
+    return AdamW(0.01, [0.9, 0.95], 1e-8, 0.1, cautious_decay=True)(model)
 
 
 def stable(model):
@@ -106,3 +113,73 @@ def test_fresh_zeros_take_no_memory_and_new_momentum_starts_at_them():
     moved(state(sgd, steps=2), new, {"n.weight": torch.ones(4), "n.bias": torch.zeros(4)})
     assert not new.optimizer.state[new.model.n.weight]["momentum_buffer"].any()
     assert new.optimizer.state[new.model.a.weight]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("old", [adamw, own_adamw, stable])
+@pytest.mark.parametrize("new", [adamw, own_adamw, stable])
+def test_the_adamws_keep_each_others_moments_and_the_settings_of_the_new_one(old, new):
+    before, after = state(old, steps=3), state(new, seed=1)
+    assert not moved(before, after).moments_anew
+    for a, b in zip(before.model.parameters(), after.model.parameters(), strict=True):
+        assert str(before.optimizer.state[a]) == str(after.optimizer.state[b])
+    cautious = [group.get("cautious", False) for group in after.optimizer.param_groups]
+    assert new is adamw or cautious == [new is own_adamw] * len(cautious)
+    after.optimizer.zero_grad()
+    after.model(torch.randn(5, 3)).square().mean().backward()
+    after.optimizer.step()
+    assert {each["step"].item() for each in after.optimizer.state.values()} == {4}
+
+
+def muon(model, **given):
+    settings = {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.2, "momentum": 0.95, "nesterov": True}
+    return Muon(**settings, ns_steps=5, **given)(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "now"),
+    [
+        (adamw, {"schedule": "with_lr"}, {}),
+        (adamw, {}, {"schedule": "with_lr"}),
+        (adamw, {"schedule": "cosine"}, {"schedule": "with_lr"}),
+        (adamw, {"decay": "corrected"}, {}),
+        (adamw, {}, {"decay": "corrected"}),
+        (adamw, {"no_decay": []}, {}),
+        (adamw, {}, {"no_decay": ["matrices", "norms"]}),
+        (muon, {"decay": "corrected", "schedule": "cosine"}, {"decay": "independent"}),
+        (muon, {"momentum_warmup": 6}, {}),
+        (muon, {}, {"momentum_warmup": 6}),
+        (muon, {"per_head": True, "cautious_decay": True, "scale": "original"}, {}),
+        (muon, {}, {"per_head": True, "cautious_decay": True, "scale": "original"}),
+    ],
+)
+def test_a_resume_with_another_weight_decay_or_momentum_has_the_groups_of_a_new_run(make, before, now):
+    """And keeps the moments of each parameter, in whichever group it was."""
+
+    def begin(schedule="constant", **given):
+        torch.manual_seed(0)
+        model = GPT(vocab_size=7, block_size=4, n_layer=1, n_head=2, n_embd=8, bias=True)
+        optimizer, rate = make(model, **given), LearningRate(LinearWarmup(2), Cosine(weight_decay=schedule), 8)
+        rate.attach(optimizer)
+        return TrainState(model, optimizer), rate
+
+    def go(state, rate, steps):
+        for step in steps:
+            for p in state.model.parameters():
+                p.grad = torch.full_like(p, float(step + 1))
+            rate.set_(state.optimizer, step)
+            state.optimizer.step()
+
+    old, old_rate = begin(**before)
+    go(old, old_rate, range(4))
+    new, rate = begin(**now)
+    restore(refit(capture(old, {}), new, {}, fresh_optimizer(new)).tree, new, {})
+    for name, p in new.model.named_parameters():
+        moments = old.optimizer.state[old.model.get_parameter(name)]
+        assert all(torch.equal(value, moments[key]) for key, value in new.optimizer.state[p].items()), name
+    unbroken, own_rate = begin(**now)
+    for state, its in ((new, rate), (unbroken, own_rate)):
+        its.set_(state.optimizer, 4)
+    groups = [
+        [{k: v for k, v in g.items() if k != "params"} for g in s.optimizer.param_groups] for s in (new, unbroken)
+    ]
+    assert groups[0] == groups[1]

@@ -126,6 +126,7 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
         "guard/skip_rate",
         "spike/score",
         "spike/grad_norm_score",
+        "update/zscore",
         "tick",
         "guard/applied",
         "guard/rollbacks",

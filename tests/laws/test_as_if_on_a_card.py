@@ -143,11 +143,14 @@ KEYS = {
         "precision=fp8 precision.recipe=rowwise grad_accum_steps=2 model.bias=true",
         "precision=fp8 precision.recipe=rowwise_with_gw_hp loss_chunk=8 monitors=full",
         "precision=bf16_params optimizer=stable_adamw clipping=adagc",
+        "optimizer.cautious_decay=true clipping=update_norm clipping.warmup_steps=2 guard.recheck_every=2 steps=5",
         "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0.9 monitors=default monitors.every=1 eval_every=1 "
         "steps=3",
         "guard.recheck_every=1 precision=fp16 optimizer=stable_adamw grad_accum_steps=2",
         "guard.recheck_every=1 guard.snapshot_every=3 steps=10",
         "guard.recheck_every=3 steps=3 optimizer=muon",
+        "guard.recheck_every=3 steps=3 optimizer=muon optimizer.per_head=true optimizer.cautious_decay=true "
+        "optimizer.momentum_warmup=2 optimizer.decay=corrected schedule.weight_decay=cosine",
     ],
     "resnet": [
         "grad_accum_steps=2 precision=fp16 guard.checksum_every=1",

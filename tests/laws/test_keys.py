@@ -143,10 +143,17 @@ CHANGED: dict[str, object] = {
     "optimizer.nesterov": {False: True, True: False},
     "optimizer.fused": False,
     "optimizer.decay": "independent",
+    "optimizer.cautious_decay": True,
     "optimizer.theta": 1.5,
     "optimizer.reset_interval": 3,
     "optimizer.warmup_steps": 1,
     "optimizer.ns_steps": 1,
+    "optimizer.no_decay": [],
+    "optimizer.scale": "original",
+    "optimizer.per_head": True,
+    "optimizer.momentum_low": 0.5,
+    "optimizer.momentum_warmup": 3,
+    "optimizer.momentum_cooldown": 2,
     "precision.fp32_modules": ["head"],
     "precision.bf16_modules": ["blocks.0.mlp.up"],
     "precision.recipe": "rowwise",
@@ -168,6 +175,8 @@ CHANGED: dict[str, object] = {
     "schedule.shape": "linear",
     "schedule.milestones": [0.1],
     "schedule.gamma": 0.5,
+    "schedule.weight_decay": "cosine",
+    "schedule.weight_decay_final_ratio": 0.5,
     "zloss.coefficient": 0.1,
     "qknorm.eps": 0.1,
     "softcap.attention_cap": 0.1,
@@ -515,6 +524,10 @@ def needed_for(group, option, key, places):
         return None
     if name == "data.download":
         return ["data.root=nowhere"]
+    if name == "schedule.weight_decay_final_ratio":
+        return ["schedule.weight_decay=cosine"]
+    if name == "optimizer.momentum_low":
+        return ["optimizer.momentum_warmup=3"]
     if name == "data.val_fraction" and option == "imagefolder":
         return [f"data.path={places['FLAT']}"]
     if name == "warmup.steps":
@@ -525,6 +538,13 @@ def needed_for(group, option, key, places):
         return ["optimizer.reset_interval=4", "optimizer.warmup_steps=2", "steps=8"]
     if option == "adagc":
         return ["clipping.warmup_steps=1", "steps=8"]
+    if option == "update_norm":
+        loose = ["clipping.z_threshold=0.5", "clipping.warmup_steps=4", "steps=12"]
+        return [
+            *loose,
+            "optimizer=adamw",
+            "optimizer.betas=[0,0.99]",
+        ]  # with momentum the first updates are the longest
     if option == "zclip" and key != "max_norm":
         loose = ["clipping.max_norm=100", "clipping.z_threshold=0.5", "clipping.warmup_steps=4"]
         return [*loose, "steps=12", "warmup=none", "batch_size=1", "optimizer.lr=1e-5"]  # the norms must rise and fall

@@ -88,22 +88,35 @@ def test_a_stop_at_a_step_that_is_evaluated_loses_neither_the_state_nor_the_eval
         assert str(newest(tmp_path / "cut")[name]) == str(value), name
 
 
+MUON = ["optimizer=muon", "optimizer.per_head=true", "optimizer.momentum_warmup=6", "optimizer.momentum_cooldown=5",
+        "optimizer.cautious_decay=true", "optimizer.decay=corrected", "schedule.weight_decay=cosine"]  # fmt: skip
+
 STATEFUL = {
     "zclip": ["clipping=zclip", "clipping.warmup_steps=3", "clipping.z_threshold=0.5", "optimizer=stable_adamw"],
     "adagc": ["clipping=adagc", "clipping.warmup_steps=3", "optimizer=spam", "optimizer.reset_interval=5"],
+    "update_norm": [
+        "clipping=update_norm",
+        "clipping.warmup_steps=3",
+        "clipping.z_threshold=0.1",
+        "clipping.alpha=0.1",
+        "optimizer.cautious_decay=true",
+        "precision=bf16_params",
+    ],
     "muon": [
-        *("optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3", "precision=bf16_params", "monitors=full"),
+        *(*MUON, "qkclip=kimi", "qkclip.max_logit=1e-3", "precision=bf16_params", "monitors=full"),
         *("softmax=sink", "attention_gate=sigmoid", "zloss=mu_centering", "norm_placement=sandwich"),
     ],
     "lengths": [
         *("data.length_warmup=9", "data.length_start=2", "schedule=wsd", "warmup=cosine", "init=small"),
-        *("zloss=mu", "zloss.coefficient=1", "norm_placement=post"),
+        *("schedule.weight_decay=with_lr", "zloss=mu", "zloss.coefficient=1", "norm_placement=post"),
     ],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "crash_at"), [("zclip", 7), ("adagc", 11), ("muon", 7), ("lengths", 11)])
+@pytest.mark.parametrize(
+    ("kind", "crash_at"), [("zclip", 7), ("adagc", 11), ("update_norm", 11), ("muon", 7), ("lengths", 11)]
+)
 def test_every_kind_of_memory_survives_a_crash(tmp_path, kind, crash_at):
     chosen = [*TINY_GPT, *STATEFUL[kind], f"steps={STEPS}", "eval_every=4", "checkpoint.every=5", "log_every=1"]
     chosen += ["optimizer.warmup_steps=2"] if kind == "adagc" else []

@@ -145,6 +145,11 @@ def test_a_skipped_step_changes_nothing(tmp_path, what, value, model, precision,
     assert_nothing_changes(tmp_path, what, value, *chosen)
 
 
+def test_a_skipped_step_changes_nothing_of_what_scales_and_masks_an_update(tmp_path):
+    chosen = [*TINY_GPT, "clipping=update_norm", "optimizer.cautious_decay=true", "precision=fp32"]
+    assert_nothing_changes(tmp_path, "activation", math.nan, *chosen)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_comparison_sees_a_step_that_is_applied(tmp_path, model):
     with composed(*MODELS[model], "guard=skip", "steps=9", "checkpoint=off") as cfg:

@@ -5,6 +5,7 @@ import math
 import random
 import sys
 from fractions import Fraction
+from statistics import fmean, pstdev
 
 import pytest
 
@@ -283,3 +284,25 @@ def test_an_alarm_outlasts_a_rollback():
     rolling.load_state_dict(before)
     rolling.load_cumulative_state(lasting)
     assert [alarm for _ in range(5) for alarm in rolling.add(reading(applied=False))] == []
+
+
+def test_the_update_zscore_is_that_of_the_last_applied_update_over_the_learning_rate():
+    rolling, lengths = RollingStats(), []
+    for i in range(30):
+        lr, length = 1e-3 * (i + 1), 2.0 + 0.1 * math.sin(i) + 3.0 * (i == 27)
+        rolling.add(reading()._replace(update=length * lr, lr=lr))
+        rolling.add(reading(applied=False)._replace(update=1e6, lr=lr))
+        expected = (length - fmean(lengths)) / pstdev(lengths) if i >= 20 else 0.0
+        assert rolling.metrics()["update/zscore"] == pytest.approx(expected, rel=1e-6)
+        lengths.append(length)
+    again = RollingStats()
+    again.load_state_dict(rolling.state_dict())
+    assert again.metrics() == rolling.metrics()
+    again.load_state_dict({name: each for name, each in rolling.state_dict().items() if name != "updates"})
+    assert "update/zscore" not in again.metrics(), "an older checkpoint has none"
+
+
+def test_updates_that_are_not_measured_have_no_zscore():
+    rolling = RollingStats()
+    rolling.add(reading())
+    assert "update/zscore" not in rolling.metrics()

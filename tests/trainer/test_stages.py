@@ -307,7 +307,7 @@ def test_a_typed_optimizer_class_gets_the_arguments_that_it_knows(more):
     assert (optimizer.defaults["lr"], optimizer.defaults["amsgrad"], optimizer.defaults["fused"]) == (0.5, True, None)
     assert note == (
         "optimizer torch.optim.Adam(lr=0.5, betas=[0.9, 0.95], eps=1e-08, weight_decay=0.1, amsgrad=True) over all "
-        "parameters; unused: optimizer.decay"
+        "parameters; unused: optimizer.decay, optimizer.no_decay, optimizer.cautious_decay"
     )
 
 

@@ -17,7 +17,7 @@ from stabletrain.machine import compiling
 from stabletrain.records import Batch
 from stabletrain.several_optimizers import optimizers_of
 from stabletrain.stability.precision.base import FullPrecision
-from stabletrain.step import set_lr, train_step
+from stabletrain.step import train_step
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer import stages
 from stabletrain.trainer.build import build
@@ -82,7 +82,7 @@ def loop_of_run(run: TrainingRun, ranks: int = 1) -> Loop:
     def load(tree: Tree) -> None:
         restore(tree, state, parts)
         # A step sets its rate by its number: until then, show the one that the state was saved with.
-        set_lr(state.optimizer, tools.learning_rate(max(state.step - 1, 0)))
+        tools.learning_rate.set_(state.optimizer, max(state.step - 1, 0))
 
     return Loop(
         model=state.model,

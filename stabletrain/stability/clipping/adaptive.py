@@ -38,8 +38,10 @@ during the warm-up, so that one spike there makes the threshold useless for hund
 reached, both are the same.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float32
@@ -188,15 +190,90 @@ class AdaGC(NoClip):
         self._gamma = dict(zip(state["names"], state["gamma"].unbind(), strict=True)) if "gamma" in state else {}
 
 
+class Outliers(NoClip):
+    """Bounds a norm that is an outlier among recent norms. Base class of `ZClip` and `UpdateNormClip`.
+
+    Attributes:
+        z_threshold: standard deviations above the mean beyond which a norm is clipped.
+        alpha: decay of the statistics per step.
+        warmup_steps: norms to collect before clipping by z starts.
+    """
+
+    z_threshold: float
+    alpha: float
+    warmup_steps: int
+    _statistics: dict[str, Tensor]
+
+    NAMES: ClassVar[tuple[str, str, str]] = ("seen", "mean", "var")
+    """Names in the state, which differ between kinds: the norms of one are no statistics for another."""
+
+    def __post_init__(self) -> None:
+        check_above_zero("z_threshold", self.z_threshold, "2.5 is customary; ")
+        if not 0 < self.alpha < 1:
+            raise ConfigError(f"clipping.alpha={self.alpha} is outside (0, 1): 0.97 is customary")
+        if self.warmup_steps < 2:
+            raise ConfigError(
+                f"clipping.warmup_steps={self.warmup_steps} is below 2: one norm has no spread; 25 is customary"
+            )
+
+    def factor(
+        self, norm: Float32[Tensor, ""], gate: Bool[Tensor, ""], max_norm: float = math.inf
+    ) -> Float32[Tensor, ""]:
+        """Returns what shortens `norm` to its bound, in (0, 1]; updates the statistics if `gate` is open.
+
+        Args:
+            max_norm: largest bound.
+        """
+        seen, mean, var = self._statistics_on(norm.device)
+        std = var.sqrt()
+        z = (norm - mean) / (std + 1e-6)
+        stands_out = (seen >= self.warmup_steps) & (z > self.z_threshold)
+        bound = torch.where(stands_out, mean + self.z_threshold**2 * std / z, max_norm).clamp(max=max_norm)
+        factor = clip_factor(norm, bound)
+        # A NaN would stay in the mean forever.
+        self._update_statistics(norm * factor, gate & may_enter_statistics(norm))
+        return factor
+
+    def _statistics_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the number of norms seen (int64), their mean and their variance (fp32), on `device`."""
+        if not self._statistics:
+            zero = torch.zeros((), device=device)
+            self._statistics = dict(
+                zip(self.NAMES, (torch.zeros_like(zero, dtype=torch.int64), zero, zero), strict=True)
+            )
+        self._statistics = {name: value.to(device) for name, value in self._statistics.items()}
+        seen, mean, var = (self._statistics[name] for name in self.NAMES)
+        return seen, mean, var
+
+    def _update_statistics(self, norm: Float32[Tensor, ""], taken: Bool[Tensor, ""]) -> None:
+        """Updates the statistics with `norm` if `taken`."""
+        seen, mean, var = (self._statistics[name] for name in self.NAMES)
+        # During the warm-up all norms have the same weight; then the averages move.
+        warming = seen < self.warmup_steps
+        weight = torch.where(warming, 1.0 / (seen + 1), 1.0 - self.alpha)
+        new_mean = mean + weight * (norm - mean)
+        # Warm-up: Welford's exact update of a population variance. Later: the authors' moving variance.
+        square = (norm - new_mean) * torch.where(warming, norm - mean, norm - new_mean)
+        new_var = var + weight * (square - var)
+        new = seen + taken, torch.where(taken, new_mean, mean), torch.where(taken, new_var, var)
+        self._statistics = dict(zip(self.NAMES, new, strict=True))
+
+    def state_dict(self) -> dict:
+        """Returns the statistics; empty before the first step."""
+        return dict(self._statistics)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores the statistics; resets them if `state` is of another kind of clipping."""
+        self._statistics = {name: state[name] for name in self.NAMES} if self.NAMES[1] in state else {}
+
+
 @dataclass
-class ZClip(NoClip):
+class ZClip(Outliers):
     """ZClip.
 
     Attributes:
         max_norm: largest L2 norm over all parameters, applied in every step.
-        z_threshold: standard deviations above the mean beyond which a norm is clipped.
-        alpha: decay of the statistics per step.
-        warmup_steps: norms to collect before clipping by z starts.
+        z_threshold, alpha, warmup_steps: see `Outliers`.
     """
 
     max_norm: float = 1.0
@@ -207,59 +284,11 @@ class ZClip(NoClip):
 
     def __post_init__(self) -> None:
         check_above_zero("max_norm", self.max_norm, "1.0 is customary; ")
-        check_above_zero("z_threshold", self.z_threshold, "2.5 is customary; ")
-        if not 0 < self.alpha < 1:
-            raise ConfigError(f"clipping.alpha={self.alpha} is outside (0, 1): 0.97 is customary")
-        if self.warmup_steps < 2:
-            raise ConfigError(
-                f"clipping.warmup_steps={self.warmup_steps} is below 2: one norm has no spread; 25 is customary"
-            )
+        super().__post_init__()
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Scales every `.grad` in place by `coef`; updates the statistics if `gate` is open."""
-        norm = norms.total
-        seen, mean, var = self._statistics_on(norm.device)
-        std = var.sqrt()
-        z = (norm - mean) / (std + 1e-6)
-        stands_out = (seen >= self.warmup_steps) & (z > self.z_threshold)
-        bound = torch.where(stands_out, mean + self.z_threshold**2 * std / z, self.max_norm).clamp(max=self.max_norm)
-        factor = clip_factor(norm, bound)
+        factor = self.factor(norms.total, gate, self.max_norm)
         multiply_(model, factor)
-        # A NaN would stay in the mean forever.
-        self._update_statistics(norm * factor, gate & may_enter_statistics(norm))
         return Clipped(factor)
-
-    def _statistics_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the number of norms seen (int64), their mean and their variance (fp32), on `device`."""
-        if not self._statistics:
-            zero = torch.zeros((), device=device)
-            self._statistics = {"seen": torch.zeros_like(zero, dtype=torch.int64), "mean": zero, "var": zero}
-        moved = {name: value.to(device) for name, value in self._statistics.items()}
-        self._statistics = moved
-        return moved["seen"], moved["mean"], moved["var"]
-
-    def _update_statistics(self, norm: Float32[Tensor, ""], taken: Bool[Tensor, ""]) -> None:
-        """Updates the statistics with `norm` if `taken`."""
-        seen, mean, var = (self._statistics[name] for name in ("seen", "mean", "var"))
-        # During the warm-up all norms have the same weight; then the averages move.
-        warming = seen < self.warmup_steps
-        weight = torch.where(warming, 1.0 / (seen + 1), 1.0 - self.alpha)
-        new_mean = mean + weight * (norm - mean)
-        # Warm-up: Welford's exact update of a population variance. Later: the authors' moving variance.
-        square = (norm - new_mean) * torch.where(warming, norm - mean, norm - new_mean)
-        new_var = var + weight * (square - var)
-        self._statistics = {
-            "seen": seen + taken,
-            "mean": torch.where(taken, new_mean, mean),
-            "var": torch.where(taken, new_var, var),
-        }
-
-    def state_dict(self) -> dict:
-        """Returns the statistics; empty before the first step."""
-        return dict(self._statistics)
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restores the statistics; resets them if `state` is of another kind of clipping."""
-        names = ("seen", "mean", "var")
-        self._statistics = {name: state[name] for name in names} if names[1] in state else {}

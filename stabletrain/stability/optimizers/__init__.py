@@ -7,6 +7,5 @@ through their fused kernels, the others through `gated.py`.
 from stabletrain.stability.optimizers.adamw import SPAM, AdamW, StableAdamW
 from stabletrain.stability.optimizers.muon import Muon
 from stabletrain.stability.optimizers.sgd import SGD
-from stabletrain.stability.parameter_roles import decayed
 
-__all__ = ["SGD", "SPAM", "AdamW", "Muon", "StableAdamW", "decayed"]
+__all__ = ["SGD", "SPAM", "AdamW", "Muon", "StableAdamW"]

@@ -41,7 +41,10 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.stability.optimizers.gated import (
+    GatedOptimizer,
     Moments,
+    Update,
+    adam_update,
     advance_,
     bias_correction,
     moments,
@@ -50,7 +53,7 @@ from stabletrain.stability.optimizers.gated import (
     update_moments_,
     update_weights_,
 )
-from stabletrain.stability.parameter_roles import check_moments, check_rates, decay_per_rate, decayed
+from stabletrain.stability.parameter_roles import NO_DECAY, WeightDecay, check_moments, check_rates
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,10 @@ class AdamSettings:
         betas: decay rates of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment; above 0.
         weight_decay: decoupled weight decay, at least 0.
-        decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
+        decay: kind of weight decay, see `parameter_roles.py`: `coupled`, `independent` or `corrected`.
+        no_decay: roles of parameters without weight decay.
+        cautious_decay: whether only those weights decay that the update moves towards 0 as well, see `cautious`.
+        shows_update: whether `clipping` scales the update, so that it takes a `GatedOptimizer`; set by the trainer.
     """
 
     lr: float
@@ -70,24 +76,31 @@ class AdamSettings:
     eps: float
     weight_decay: float
     decay: str = field(default="coupled", kw_only=True)
+    no_decay: Sequence[str] = field(default=NO_DECAY, kw_only=True)
+    cautious_decay: bool = field(default=False, kw_only=True)
+    shows_update: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
         check_moments(self.betas, self.eps)
-        decay_per_rate(self.lr, self.weight_decay, self.decay)
+        WeightDecay(self.weight_decay, self.decay, self.no_decay)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Returns the parameter groups of `model`'s trainable parameters, see `decayed`."""
-        return decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay))
+        """Returns the parameter groups of `model`'s trainable parameters, see `WeightDecay.groups`."""
+        return WeightDecay(self.weight_decay, self.decay, self.no_decay).groups(model, self.lr)
 
     def adam(self) -> dict[str, Any]:
         """Returns the settings that every optimizer of this family takes."""
         return {"lr": self.lr, "betas": (self.betas[0], self.betas[1]), "eps": self.eps}
 
+    def gated(self) -> dict[str, Any]:
+        """Returns the settings of this package's own optimizers."""
+        return {**self.adam(), "cautious": self.cautious_decay, "capturable": True}
+
 
 @dataclass(frozen=True)
 class AdamW(AdamSettings):
-    """`torch.optim.AdamW`.
+    """`torch.optim.AdamW`; or `GatedAdamW`, if something needs the update, which PyTorch's kernels do not show.
 
     Attributes:
         fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
@@ -97,7 +110,34 @@ class AdamW(AdamSettings):
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Returns the optimizer over `model`'s trainable parameters."""
+        if self.cautious_decay or self.shows_update:
+            return GatedAdamW(self.groups(model), self.gated())
         return torch.optim.AdamW(self.groups(model), **self.adam(), fused=self.fused or None)
+
+
+class GatedAdamW(GatedOptimizer):
+    """AdamW with cautious weight decay, and with an update that can be scaled. Its state is that of PyTorch's AdamW.
+
+    Closed, as AdamW is (`closed.py`).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
+        """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
+        update_weights_(self, [found for group in self.param_groups if (found := adamw_update(self, group))])
+
+
+def adamw_update(optimizer: Optimizer, group: dict[str, Any]) -> Update | None:
+    """Adds a group's gradients to its moments and returns AdamW's update; None if no parameter has a gradient."""
+    if (known := moments(optimizer, group)) is None:
+        return None
+    beta1, beta2 = group["betas"]
+    counts = torch.stack(known.steps) + 1
+    update_moments_(known, group)
+    rates = group["lr"] / bias_correction(beta1, counts)
+    update = adam_update(known, root_of_second(known, bias_correction(beta2, counts)), rates, group)
+    advance_(known.steps, torch.ones_like(counts), known)
+    return update
 
 
 @dataclass(frozen=True)
@@ -106,21 +146,20 @@ class StableAdamW(AdamSettings):
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Returns the optimizer over `model`'s trainable parameters."""
-        return CappedAdamW(self.groups(model), {**self.adam(), "capturable": True})
+        return CappedAdamW(self.groups(model), self.gated())
 
 
-class CappedAdamW(Optimizer):
+class CappedAdamW(GatedOptimizer):
     """PyTorch optimizer of `StableAdamW`; its state is AdamW's: `step`, `exp_avg`, `exp_avg_sq`.
 
     Closed, as AdamW is (`closed.py`): RMS only lowers the rate. g / max(sqrt(v), eps) is at most 1e33, and an infinite
     norm of these ratios would make the rate 0. v includes this step's g, so the bias correction is never 0.
     """
 
-    _step_supports_amp_scaling = True
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
         """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
+        updates = []
         for group in self.param_groups:
             if (known := moments(self, group)) is None:
                 continue
@@ -131,8 +170,9 @@ class CappedAdamW(Optimizer):
             update_moments_(known, group)
             root = root_of_second(known, bias_correction(beta2, counts))
             rates = group["lr"] / bias_correction(beta1, counts) / rms(known.gradients, root, group["eps"]).clamp(min=1)
-            update_weights_(known, root, rates, group)
+            updates.append(adam_update(known, root, rates, group))
             advance_(known.steps, torch.ones_like(counts), known)
+        update_weights_(self, updates)
 
 
 def rms(gradients: list[Tensor], root: list[Tensor], eps: float) -> Tensor:
@@ -178,10 +218,10 @@ class SPAM(AdamSettings):
     def __call__(self, model: nn.Module) -> Optimizer:
         """Returns the optimizer over `model`'s trainable parameters."""
         spikes = {"theta": self.theta, "reset_interval": self.reset_interval, "warmup_steps": self.warmup_steps}
-        return SpikeAwareAdamW(self.groups(model), {**self.adam(), **spikes, "capturable": True})
+        return SpikeAwareAdamW(self.groups(model), {**self.gated(), **spikes})
 
 
-class SpikeAwareAdamW(Optimizer):
+class SpikeAwareAdamW(GatedOptimizer):
     """PyTorch optimizer of `SPAM`.
 
     Its state is AdamW's, plus `resets`, the number of resets so far. `step` counts from the last reset, as the bias
@@ -192,11 +232,10 @@ class SpikeAwareAdamW(Optimizer):
     root of 0 is replaced by inf before it is multiplied, and theta / 0 = inf for theta > 0.
     """
 
-    _step_supports_amp_scaling = True
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
         """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
+        updates = []
         for group in self.param_groups:
             if (known := moments(self, group, "resets")) is None:
                 continue
@@ -217,9 +256,10 @@ class SpikeAwareAdamW(Optimizer):
             counts = since + 1
             warm = torch.where(resets > 0, rewarmup(since, group["warmup_steps"]), 1.0)
             rates = group["lr"] * warm / bias_correction(beta1, counts)
-            update_weights_(known, root_of_second(known, bias_correction(beta2, counts)), rates, group)
+            updates.append(adam_update(known, root_of_second(known, bias_correction(beta2, counts)), rates, group))
             advance_(known.steps, counts - done, known)
             advance_(counted, due, known)
+        update_weights_(self, updates)
 
 
 def clip_spikes_(known: Moments, unbias: Tensor, threshold: float) -> None:

@@ -12,7 +12,9 @@ A proven optimizer needs no check after its step. It is proven for exact classes
   kind of optimizer with settings in range. A state from elsewhere is covered if it meets the invariants below, whatever
   wrote it.
 - At most 1e9 updates, with all settings in range at each of them. They may change in between; if SGD's momentum and
-  weight decay do, the largest ones used have to be in range with the largest rate used.
+  weight decay do, the largest ones used have to be in range with the largest rate used. Where a schedule changes the
+  weight decay (`peak_weight_decay`), the check takes the larger one of the first and the present: schedules are
+  monotone, or lower the decay together with the rate.
 - Arithmetic rounds to nearest with unit roundoff u: 2^-24 in fp32, 2^-8 in bf16. Denormals are kept or flushed to 0.
 - The step is called without a closure, which would compute gradients that the gate has not seen.
 
@@ -22,7 +24,8 @@ then (1 - b)Y <= M u, half the distance from M to the next value, and M + M u ro
 give at most (1 + u)^3 (b M + (1 - b) M / 8) <= M, as 1 - b > 8u pays for them. (R2) Rounding w + d moves w by at most
 2|d|, because w itself is a candidate.
 
-**Adam, AdamW**; also `CappedAdamW` (StableAdamW) and `SpikeAwareAdamW` (SPAM), whose modules say what they add.
+**Adam, AdamW**; also `GatedAdamW`, `CappedAdamW` (StableAdamW) and `SpikeAwareAdamW` (SPAM), whose module says what
+they add.
 
 - v: by R1 with Y = G^2, or (1.2 G)^2 with an L2 penalty (below): 0 <= v < 3e37. `amsgrad`'s maximum is one of these.
   No implementation squares g before it is finite: G^2 = 1e36. In fp32, 1.8e19 would be the largest with a finite
@@ -38,6 +41,12 @@ give at most (1 + u)^3 (b M + (1 - b) M / 8) <= M, as 1 - b > 8u pays for them. 
   With an L2 penalty (Adam's), lr <= 1 and weight_decay <= 1 keep |w| <= 1.4e17, so the penalty adds at most 0.2 G.
 - Intermediate values: g / eps <= 1e33; lr / (1 - b1) * m <= 2e26; sqrt(v) / sqrt(1 - b2) <= 6e21. With `capturable`,
   the unfused kernels divide by the rate: at lr=0 that is 0 / 0, so lr >= 1e-30 there.
+- Cautious weight decay subtracts lr weight_decay w or 0 from each weight, by a mask of exactly 0 or 1 (`cautious`: the
+  product of two signs, plus 1, at most 1; both are finite here). Either shortens a weight or keeps it. The decay is
+  added to the update first, as SGD's fused kernel does in the other optimizers of `gated.py`: R2 applies twice, which
+  ends at |w| <= 1e17 + 6.8e19.
+- A scaled update (`update_weights_`): where its norm is NaN, as at lr=0, or overflows, the factor is 1; else it is in
+  [0, 1] (`clipping_is_proven`). What it multiplies is finite, so it only shortens the update; m and v are written.
 
 **SGD.** B = 1e33 bounds |w|; c = weight_decay, p = momentum with its rounding (`1 - gap`).
 
@@ -52,7 +61,9 @@ give at most (1 + u)^3 (b M + (1 - b) M / 8) <= M, as 1 - b > 8u pays for them. 
 **torch.optim.Muon** is not proven. Its momentum is (R1), but then a polynomial of degree 5 is applied `ns_steps` times
 to a bf16 matrix. It diverges if a singular value exceeds 1.26; the largest seen is 1.21, but the bound on what rounding
 adds grows with the matrix. With eps=1e-30, a gradient of 1e-25 makes weights NaN, as its norm underflows to 0.
-**MuonAndAdamW** holds back each hidden matrix whose update is not finite, so it is closed by construction.
+**MuonAndAdamW** holds back a hidden matrix, and its momentum, if a value of its direction is above D = 1e6, or NaN. NaN
+and Inf in the new momentum would make the direction NaN, so momentum is finite. An update is at most lr * scale * D <=
+1e3 * 1e5 * D for matrices of less than 1e10 rows, so that 1e9 updates (R2: doubled) end at |w| <= 1e17 + 2e23.
 """
 
 import math
@@ -68,9 +79,18 @@ from torch.optim import optimizer as torch_optimizer
 
 from stabletrain.several_optimizers import SeveralOptimizers, optimizers_of
 from stabletrain.stability.after_update import LARGEST_INITIAL_WEIGHT, AfterUpdate, InTurn
-from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
+from stabletrain.stability.clipping import (
+    AGC,
+    AdaGC,
+    NoClip,
+    NormClip,
+    PerModuleClip,
+    UpdateNormClip,
+    ValueClip,
+    ZClip,
+)
 from stabletrain.stability.objective.output_embeddings import Centering
-from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
+from stabletrain.stability.optimizers.adamw import CappedAdamW, GatedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.muon import MuonAndAdamW
 from stabletrain.stability.qkclip import NoQKClip, QKClip
 
@@ -219,7 +239,7 @@ def decoupled(group: Group) -> str:
 
 
 def capped(optimizer: Optimizer, group: Group, roundoff: float) -> str:
-    """Returns why a group of `CappedAdamW` is not proven."""
+    """Returns why a group of `GatedAdamW` or `CappedAdamW` is not proven."""
     return adam_moments(group, roundoff) or decoupled(group)
 
 
@@ -230,14 +250,17 @@ def spike_aware(optimizer: Optimizer, group: Group, roundoff: float) -> str:
 
 def muon_and_adamw(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `MuonAndAdamW` is not proven."""
-    return out_of_range(group, MUON_RANGES) if "ns_steps" in group else adam(optimizer, group, roundoff)
+    if "ns_steps" not in group:
+        return adam(optimizer, group, roundoff)
+    return out_of_range(group, MUON_RANGES) or decoupled(group)
 
 
 def sgd(optimizer: Optimizer, group: Group, roundoff: float) -> str:
     """Returns why a group of `torch.optim.SGD` is not proven."""
     if why := out_of_range(group, SGD_RANGES) or unproven_mode(optimizer, group):
         return why
-    lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+    lr, momentum = group["lr"], group["momentum"]
+    decay = max(group["weight_decay"], group.get("peak_weight_decay", 0.0))
     gap = 1 - momentum * (1 + roundoff) ** 2
     if not lr <= 1e4 * gap:
         return f"lr={lr} is above 10000 (1 - momentum), with momentum={momentum}"
@@ -256,6 +279,7 @@ PROVEN: dict[type, Callable[[Any, Group, float], str]] = {
     torch.optim.SGD: sgd,
     torch.optim.Adam: adam,
     torch.optim.AdamW: adam,
+    GatedAdamW: capped,
     CappedAdamW: capped,
     SpikeAwareAdamW: spike_aware,
     MuonAndAdamW: muon_and_adamw,
@@ -328,9 +352,10 @@ def clipping_is_proven(clipping: Any) -> bool:
 
     Each of this package's multiplies by factors in [0, 1] or clamps. `clip_factor` divides only where the norm is
     finite and above the bound, so the quotient is at most 1 and never 0 / 0; a bound of NaN, as of statistics that
-    went wrong, fails that comparison and gives 1. `NormClip` divides by the norm + 1e-6.
+    went wrong, fails that comparison and gives 1. `NormClip` divides by the norm + 1e-6. `UpdateNormClip` changes no
+    gradient; the factor of its `StepScale` is that of `clip_factor`, or 1.
     """
-    return type(clipping) in (NoClip, NormClip, ValueClip, PerModuleClip, AGC, AdaGC, ZClip)
+    return type(clipping) in (NoClip, NormClip, ValueClip, PerModuleClip, AGC, AdaGC, ZClip, UpdateNormClip)
 
 
 def after_update_is_proven(after_update: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Adam's moments behind a gate on the device: shared code of the optimizers in this package.
+"""Adam's moments and updates behind a gate on the device: shared code of the optimizers in this package.
 
 An optimizer that sets `_step_supports_amp_scaling` receives the guard's gate as `found_inf` (0-d, 1 if the update is to
 be skipped), as PyTorch's fused kernels do. It writes with `update_moments_` and `subtract_`, which are such kernels, or
@@ -6,17 +6,33 @@ with `write_where_`. All keep every bit of the targets if the update is skipped,
 is needed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float32
 from torch import Tensor
 from torch.optim import Optimizer
+
+from stabletrain.monitors.tensor_norms import lengths
+from stabletrain.records import ScaleUpdate
 
 # Once a second moment is Inf it stays Inf, and its coordinate never moves again. The guard skips updates with a norm
 # above 1e18 (`guard/policy/limits.py`), so it matters only without a guard.
 LARGEST_GRADIENT = 1.8e19
 """Bound of each gradient value, so that its square is finite in fp32."""
+
+
+class GatedOptimizer(Optimizer):
+    """Base class of optimizers that take the gate as `found_inf`, and that show their update before they apply it.
+
+    Attributes:
+        scale_update: set for each step by `step.apply`; None if the update is not clipped.
+    """
+
+    _step_supports_amp_scaling = True
+    scale_update: ScaleUpdate | None = None
 
 
 @dataclass(frozen=True)
@@ -79,13 +95,6 @@ def write_where_(targets: list[Tensor], values: list[Tensor], where: Tensor) -> 
         torch.where(where, value, target, out=target)
 
 
-def copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies each tensor, bit for bit and in its memory format."""
-    new = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(new, tensors)  # PyTorch 2.11 has no torch._foreach_clone
-    return new
-
-
 def subtract_(targets: list[Tensor], amounts: list[Tensor], withheld: Tensor, decay: float = 0.0) -> None:
     """Subtracts `amounts + decay * targets` from `targets`, in place; with `withheld` (0-d fp32) 1, changes no bit."""
     # A step of SGD with learning rate 1: one kernel that knows the gate, for all tensors.
@@ -145,16 +154,82 @@ def root_of_second(known: Moments, unbias: Tensor) -> list[Tensor]:
     return root
 
 
-def update_weights_(known: Moments, root: list[Tensor], rates: Tensor, group: dict[str, Any]) -> None:
-    """Applies weight decay with the group's full learning rate, and AdamW's update with `rates`.
+@dataclass(frozen=True)
+class Update:
+    """What a step will subtract from weights, besides their decay; both lists are in the same order.
+
+    Attributes:
+        weights: the weights.
+        amounts: the update of each, times the learning rate; overwritten when it is applied.
+        lr: that learning rate.
+        decay: weight decay times learning rate: the fraction of a weight that is subtracted too.
+        cautious: whether only the weights of `cautious` decay.
+        withheld: 0-d fp32, 1 if nothing is to be written.
+    """
+
+    weights: list[Tensor]
+    amounts: list[Tensor]
+    lr: float
+    decay: float
+    cautious: bool
+    withheld: Tensor
+
+
+def adam_update(known: Moments, root: list[Tensor], rates: Tensor, group: dict[str, Any]) -> Update:
+    """Returns AdamW's update with `rates`; its weight decay has the group's full learning rate.
 
     Args:
         known: its moments must include this step's gradient.
         root: square roots of the bias-corrected second moments; overwritten.
         rates: float64 `[weights]`, each weight's learning rate divided by the bias correction of its first moment.
-        group: provides `lr`, `weight_decay` and `eps`.
+        group: provides `lr`, `weight_decay`, `eps` and `cautious`.
     """
     torch._foreach_add_(root, group["eps"])
-    update = list(torch._foreach_div(known.first, root))
-    torch._foreach_mul_(update, list(rates.unbind()))
-    subtract_(known.weights, update, known.withheld, group["lr"] * group["weight_decay"])
+    amounts = list(torch._foreach_div(known.first, root))
+    torch._foreach_mul_(amounts, list(rates.unbind()))
+    lr = group["lr"]
+    return Update(known.weights, amounts, lr, lr * group["weight_decay"], group.get("cautious", False), known.withheld)
+
+
+def update_weights_(optimizer: Optimizer, updates: Sequence[Update]) -> None:
+    """Applies a step's updates, all of which `optimizer` must give at once, and weight decay.
+
+    If the step clips the update, `optimizer.scale_update` returns the factor. It scales the update alone: weight decay
+    does not depend on gradients, so a spike of the update is no reason to decay less.
+    """
+    scale: ScaleUpdate | None = getattr(optimizer, "scale_update", None)
+    if scale is not None and updates:
+        factor = scale(norm_per_rate(updates), gate(optimizer, updates[0].withheld.device))
+        for update in updates:
+            torch._foreach_mul_(update.amounts, factor)
+    for update in updates:
+        decay = update.decay
+        if update.cautious and decay:
+            # The decay is part of the amounts then: the kernel below would decay every weight.
+            torch._foreach_add_(update.amounts, cautious(update.weights, update.amounts), alpha=decay)
+            decay = 0.0
+        subtract_(update.weights, update.amounts, update.withheld, decay)
+
+
+def norm_per_rate(updates: Sequence[Update]) -> Float32[Tensor, ""]:
+    """Returns the L2 norm of all updates, each divided by its learning rate; NaN at a learning rate of 0.
+
+    Without the learning rate, because warmup and schedule are no reason to clip.
+    """
+    norms = [torch.stack(lengths(each.amounts)) / each.lr for each in updates]
+    return torch.linalg.vector_norm(torch.cat(norms))
+
+
+def cautious(weights: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+    """Returns new tensors: each weight where its update, which is subtracted, has the same sign or is 0; else 0.
+
+    Cautious weight decay: u w >= 0, so that decay and update move the weight the same way. Chen et al., arXiv
+    2510.12402, algorithm 1.
+    """
+    # From the signs, because a product could underflow: their product is -1, 0 or 1, so the mask is 0, 1 or 1.
+    mask = torch._foreach_sign(weights)
+    torch._foreach_mul_(mask, torch._foreach_sign(updates))
+    torch._foreach_add_(mask, 1.0)
+    torch._foreach_clamp_max_(mask, 1.0)
+    torch._foreach_mul_(mask, weights)
+    return list(mask)

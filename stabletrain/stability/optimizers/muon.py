@@ -1,13 +1,27 @@
 """Muon for the hidden matrices, AdamW for everything else, as one optimizer.
 
     B <- momentum B + (1 - momentum) g
-    w <- w - lr (0.2 sqrt(max(rows, columns)) orthogonal(B, or Nesterov's) + decay w)
+    w <- w - lr (scale orthogonal(B, or Nesterov's) + decay w)
 
 `orthogonal` brings every singular value near 1 with `ns_steps` Newton-Schulz iterations in bf16. No direction of the
-update dominates the others, and a gradient spike does not make the update larger. The factor 0.2 sqrt(...) gives the
-update AdamW's usual RMS of 0.2, so that both optimizers share one learning rate and one weight decay (Liu et al., arXiv
-2502.16982, section 2.2). Embeddings, the final classifier, norms and biases stay with AdamW, as in Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon/.
+update dominates the others, and a gradient spike does not make the update larger. Embeddings, the final classifier,
+norms and biases stay with AdamW, as in Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
+
+`scale` depends on the shape of the matrix, m rows and n columns:
+
+    match_rms:  0.2 sqrt(max(m, n))   AdamW's usual RMS of 0.2, so that both optimizers share one learning rate and one
+                                      weight decay (Moonlight, arXiv 2502.16982, section 2.2; Kimi K2, arXiv 2507.20534)
+    original:   sqrt(max(1, m / n))   Jordan's, also in nanochat and modded-nanogpt
+    spectral:   sqrt(m / n)           a bounded change of the features' RMS (Bernstein, jeremybernste.in/writing/
+                                      deriving-muon); the last two need learning rates of about 0.02
+
+With `per_head`, each head's rows of the query, key and value projections are a matrix of their own: the update of one
+head does not depend on the gradients of others. GLM-5 (arXiv 2602.15763) calls this Muon Split; Zhang et al., arXiv
+2605.08933, compare groups of heads.
+
+The momentum may rise from `momentum_low` in the first `momentum_warmup` steps, and fall back in the last
+`momentum_cooldown` steps (modded-nanogpt: 0.85, 300 and 50). It is a function of the step number, as the learning rate
+is, so that a resumed or replayed step has the same momentum; skipped steps count.
 """
 
 import math
@@ -16,25 +30,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import BFloat16, Bool, Float
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.optimizers.gated import copies, gate, write_where_
+from stabletrain.stability.optimizers.adamw import adamw_update
+from stabletrain.stability.optimizers.gated import GatedOptimizer, Update, gate, update_weights_, write_where_
 from stabletrain.stability.parameter_roles import (
+    NO_DECAY,
+    WeightDecay,
     check_moments,
     check_momentum,
     check_rates,
     classifier,
-    decay_per_rate,
-    decayed,
     embeddings,
 )
+from stabletrain.stability.schedule import MOMENTUM_SCHEDULE, PEAK_MOMENTUM
+
+SCALES = {"match_rms": "match_rms_adamw", "original": "original", "spectral": "spectral_unclamped"}
+"""The names of `optimizer.scale`, and those of `torch.optim.Muon`, which parameter groups and checkpoints have."""
 
 
 @dataclass(frozen=True)
 class Muon:
-    """`torch.optim.Muon` for the hidden matrices and `torch.optim.AdamW` for the other parameters.
+    """Muon for the hidden matrices and AdamW for the other parameters.
 
     Attributes:
         lr: peak learning rate of both; warmup and schedule multiply it.
@@ -44,7 +63,15 @@ class Muon:
         betas: AdamW's betas, each in [0, 1).
         eps: AdamW's eps, above 0.
         weight_decay: decoupled weight decay of both, at least 0.
-        decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
+        decay: kind of weight decay, see `parameter_roles.py`.
+        no_decay: roles of parameters without weight decay.
+        cautious_decay: whether only those weights decay that the update moves towards 0 as well, see `gated.cautious`.
+        scale: `match_rms`, `original` or `spectral`.
+        per_head: whether each head of the query, key and value projections is orthogonalised by itself.
+        momentum_low: momentum at the start of its warmup and at the end of its cooldown, in [0, momentum).
+        momentum_warmup: steps in which the momentum rises from `momentum_low`; 0 for none.
+        momentum_cooldown: last steps of the run, in which it falls back; 0 for none.
+        shows_update: whether `clipping` scales the update. Set by the trainer.
     """
 
     lr: float
@@ -55,20 +82,48 @@ class Muon:
     betas: Sequence[float]
     eps: float
     decay: str = "coupled"
+    no_decay: Sequence[str] = NO_DECAY
+    cautious_decay: bool = False
+    scale: str = "match_rms"
+    per_head: bool = False
+    momentum_low: float = 0.85
+    momentum_warmup: int = 0
+    momentum_cooldown: int = 0
+    shows_update: bool = False
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
         check_moments(self.betas, self.eps)
-        decay_per_rate(self.lr, self.weight_decay, self.decay)
+        WeightDecay(self.weight_decay, self.decay, self.no_decay)
         check_momentum(self.momentum, self.nesterov, 0.95)
         if not 1 <= self.ns_steps <= 99:
             raise ConfigError(f"optimizer.ns_steps={self.ns_steps} is outside [1, 99]: 5 is customary")
+        if self.scale not in SCALES:
+            raise ConfigError(f"optimizer.scale={self.scale} is unknown: choose {' or '.join(SCALES)}")
+        for name in ("momentum_warmup", "momentum_cooldown"):
+            if (steps := getattr(self, name)) < 0:
+                raise ConfigError(f"optimizer.{name}={steps} is below 0: use 0 for none")
+        if not self.momentum_steps and self.momentum_low != 0.85:
+            raise ConfigError(
+                f"optimizer.momentum_low={self.momentum_low} does nothing without optimizer.momentum_warmup or "
+                "optimizer.momentum_cooldown; fix: optimizer.momentum_warmup=300, or leave it out"
+            )
+        if self.momentum_steps and not 0 <= self.momentum_low < self.momentum:
+            raise ConfigError(
+                f"optimizer.momentum_low={self.momentum_low} is outside [0, optimizer.momentum={self.momentum}): the "
+                "momentum rises from it; 0.85 is customary"
+            )
 
-    def __call__(self, model: nn.Module) -> Optimizer:
+    @property
+    def momentum_steps(self) -> int:
+        """Number of steps in which the momentum changes."""
+        return self.momentum_warmup + self.momentum_cooldown
+
+    def __call__(self, model: nn.Module) -> "MuonAndAdamW":
         """Returns the optimizer over `model`'s trainable parameters.
 
         Raises:
-            ConfigError: the model has no hidden matrix.
+            ConfigError: the model has no hidden matrix; or `per_head`, and no matrix of it has heads.
         """
         matrices = hidden_matrices(model)
         if not matrices:
@@ -76,12 +131,30 @@ class Muon:
                 f"optimizer=muon: {type(model).__name__} has no hidden matrix (the weight of an nn.Linear other than "
                 "the final classifier; convolution kernels do not count): use optimizer=sgd or optimizer=adamw"
             )
-        per_rate = decay_per_rate(self.lr, self.weight_decay, self.decay)
-        orthogonal = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
+        heads = heads_of(model) if self.per_head else {}
+        if self.per_head and not heads:
+            raise ConfigError(
+                f"optimizer.per_head=true: no module of {type(model).__name__} has a method `heads()` that names the "
+                "matrices with heads; fix: optimizer.per_head=false"
+            )
+        decay = WeightDecay(self.weight_decay, self.decay, self.no_decay)
+        own = decay.options(decay.is_corrected("matrices"), self.lr) | self.orthogonal()
+        hidden = [
+            {"params": [matrix for matrix in matrices if heads.get(matrix, 1) == number], "heads": number, **own}
+            for number in sorted({heads.get(matrix, 1) for matrix in matrices})
+        ]
         adaptive = {"betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
-        hidden = {"params": matrices, "weight_decay": per_rate, "adjust_lr_fn": "match_rms_adamw", **orthogonal}
-        rest = [group | adaptive for group in decayed(model, per_rate, leave_out=matrices)]
-        return MuonAndAdamW([hidden], rest, self.lr)
+        rest = [group | adaptive for group in decay.groups(model, self.lr, leave_out=matrices)]
+        return MuonAndAdamW(hidden, rest, self.lr, self.cautious_decay, self.shows_update)
+
+    def orthogonal(self) -> dict[str, Any]:
+        """Returns the options of Muon's groups besides learning rate and weight decay."""
+        options = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
+        options["adjust_lr_fn"] = SCALES[self.scale]
+        if self.momentum_steps:
+            lines = {"warmup": self.momentum_warmup, "cooldown": self.momentum_cooldown}
+            options |= {PEAK_MOMENTUM: self.momentum, MOMENTUM_SCHEDULE: {"low": self.momentum_low, **lines}}
+        return options
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -93,19 +166,43 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in weights if weight.requires_grad and id(weight) not in apart]
 
 
-class MuonAndAdamW(Optimizer):
-    """PyTorch's Muon and AdamW behind one list of parameter groups and one state.
+def heads_of(model: nn.Module) -> dict[Tensor, int]:
+    """Returns the matrices whose rows are those of one head after another, with their number of heads."""
+    found: dict[Tensor, int] = {}
+    for module in model.modules():
+        if callable(heads := getattr(module, "heads", None)):
+            found |= heads()
+    return found
 
-    A group belongs to Muon if it has the key `ns_steps`. A hidden matrix whose update is not finite keeps its bits, and
-    those of its momentum.
+
+LARGEST_DIRECTION = 1e6
+"""Bound of each value of an orthogonal direction; converged, all are below 1.3."""
+
+
+class MuonAndAdamW(GatedOptimizer):
+    """Muon and PyTorch's AdamW behind one list of parameter groups and one state.
+
+    A group belongs to Muon if it has the key `ns_steps`. Its state is `momentum_buffer`, as in `torch.optim.Muon`. A
+    hidden matrix without a finite direction keeps its bits, and those of its momentum.
     """
 
-    _step_supports_amp_scaling = True
+    def __init__(
+        self,
+        hidden: list[dict[str, Any]],
+        rest: list[dict[str, Any]],
+        lr: float,
+        cautious: bool = False,
+        shown: bool = False,
+    ) -> None:
+        """Takes Muon's groups (`hidden`) and AdamW's (`rest`), with the options of each optimizer.
 
-    def __init__(self, hidden: list[dict[str, Any]], rest: list[dict[str, Any]], lr: float) -> None:
-        """Takes Muon's groups (`hidden`) and AdamW's (`rest`), with the options of each optimizer."""
+        Args:
+            cautious: whether weight decay is cautious.
+            shown: whether `scale_update` may scale the update. Without both, AdamW is PyTorch's fused kernel.
+        """
         own = torch.optim.Muon(hidden, lr=lr), *([torch.optim.AdamW(rest, lr=lr)] if rest else [])
-        super().__init__([group for optimizer in own for group in optimizer.param_groups], {})
+        both = {"cautious": cautious, "shown": shown or cautious}
+        super().__init__([group | both for optimizer in own for group in optimizer.param_groups], {})
         self.defaults = {key: None for group in self.param_groups for key in group if key != "params"}
         self._share()
 
@@ -115,35 +212,89 @@ class MuonAndAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        # Both optimizers work on this optimizer's group dicts and state, so changes to either are seen by all.
-        hidden = [group for group in self.param_groups if "ns_steps" in group]
+        # AdamW works on this optimizer's group dicts and state, so changes to either are seen by both.
         rest = [group for group in self.param_groups if "ns_steps" not in group]
-        self._muon = torch.optim.Muon(hidden) if hidden else None
         self._adamw = torch.optim.AdamW(rest) if rest else None
-        for optimizer in filter(None, (self._muon, self._adamw)):
-            optimizer.state = self.state
+        if self._adamw is not None:
+            self._adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
         """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
-        if self._muon is not None:
-            self._orthogonal_step(self._muon)
-        if self._adamw is not None:
+        shown = any(group.get("shown", False) for group in self.param_groups)
+        updates = []
+        for group in self.param_groups:
+            if "ns_steps" not in group:
+                if shown and (update := adamw_update(self, group)) is not None:
+                    updates.append(update)
+                continue
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                direction, able = self._direct(weight, weight.grad, group)
+                rate, decay = group["lr"] * scale_of(group, weight), group["lr"] * group["weight_decay"]
+                if shown:
+                    # With the strides of the weight: the fused kernel that subtracts it reads memory in order. And
+                    # what is held back counts as 0 in the norm of the whole update.
+                    amount = torch.empty_like(weight).copy_(torch.where(able, direction, 0.0)).mul_(rate)
+                    updates.append(Update([weight], [amount], group["lr"], decay, group["cautious"], (~able).float()))
+                else:
+                    write_where_([weight], [weight.mul(1 - decay).add_(direction, alpha=-rate)], able)
+        update_weights_(self, updates)
+        if self._adamw is not None and not shown:
             self._adamw.found_inf = getattr(self, "found_inf", None)  # ty: ignore[missing-attribute]
             self._adamw.step()
 
-    def _orthogonal_step(self, muon: torch.optim.Muon) -> None:
-        weights = [p for group in muon.param_groups for p in group["params"] if p.grad is not None]
-        if not weights:
-            return
-        for weight in weights:
-            self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
-        # PyTorch's Muon takes no gate, so keep a copy and restore it if the update is to be skipped.
-        changed: list[Tensor] = [*weights, *(self.state[weight]["momentum_buffer"] for weight in weights)]
-        before = copies(changed)
-        muon.step()
+    def _direct(
+        self, weight: Tensor, gradient: Tensor, group: dict[str, Any]
+    ) -> tuple[BFloat16[Tensor, "rows columns"], Bool[Tensor, ""]]:
+        """Adds a gradient to the momentum; returns the direction of the update, and whether it may be applied."""
+        state = self.state[weight]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        before, momentum = state["momentum_buffer"], group["momentum"]
+        buffer = before.lerp(gradient, 1 - momentum)
+        ahead = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        heads = group.get("heads", 1)
+        direction = orthogonal(ahead.unflatten(0, (heads, -1)) if heads > 1 else ahead, group["ns_steps"])
         # Newton-Schulz in bf16 diverges if rounding leaves a singular value above 1.26; nothing proves that it cannot.
-        largest = torch.stack([*torch._foreach_norm(changed, math.inf)]).view(2, -1)  # of each weight, of its momentum
-        skipped = ~(gate(self, weights[0].device) & largest.isfinite().all(dim=0))
-        for tensor, old, where in zip(changed, before, [*skipped, *skipped], strict=True):
-            write_where_([tensor], [old], where)
+        # NaN and Inf in the momentum reach the direction too, so this judges both.
+        largest = torch.linalg.vector_norm(direction, math.inf)
+        able = gate(self, weight.device) & (largest <= LARGEST_DIRECTION)
+        write_where_([before], [buffer], able)
+        return direction.flatten(end_dim=-2), able
+
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Of Newton-Schulz's polynomial: a x + b x^3 + c x^5 (Jordan et al. 2024)."""
+
+SMALLEST_NORM = 1e-7
+"""Smaller norms count as this one: the direction of a zero gradient is 0, and that of a tiny one is small."""
+
+
+def orthogonal(x: Float[Tensor, "*batch rows columns"], steps: int) -> BFloat16[Tensor, "*batch rows columns"]:
+    """Returns matrices with the singular vectors of `x` and with singular values near 1.
+
+    Its operations are those of `torch.optim.Muon`, bit for bit, for a single matrix. Matrices of several parameters are
+    not stacked: the bits of a batched product may depend on the number of matrices, and the guard repeats the update of
+    one parameter to find faults of the hardware (`guard/checks/recheck.py`).
+    """
+    a, b, c = COEFFICIENTS
+    tall = x.shape[-2] > x.shape[-1]
+    y = x.bfloat16()
+    y = y.mT if tall else y
+    added = torch.addmm if y.ndim == 2 else torch.baddbmm
+    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        gram = y @ y.mT
+        y = added(y, added(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.mT if tall else y
+
+
+def scale_of(group: dict[str, Any], weight: Tensor) -> float:
+    """Returns the factor of a matrix's direction; with heads, that of one head's rows."""
+    rows, columns = weight.shape[0] // group.get("heads", 1), weight.shape[1]
+    return {
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
+        "spectral_unclamped": math.sqrt(rows / columns),
+    }.get(group["adjust_lr_fn"], math.sqrt(max(1, rows / columns)))

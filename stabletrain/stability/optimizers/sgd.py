@@ -2,16 +2,18 @@
 
     u <- momentum u + g + decay w;  w <- w - lr u            (nesterov: w <- w - lr (g + decay w + momentum u))
 
-Momentum: Sutskever et al., ICML 2013. Norms and biases have no weight decay, as in Goyal et al., arXiv 1706.02677.
+Momentum: Sutskever et al., ICML 2013. Norms and biases have no weight decay, as in Goyal et al., arXiv 1706.02677,
+unless `no_decay` says otherwise (`parameter_roles.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stabletrain.stability.parameter_roles import check_momentum, check_rates, decayed
+from stabletrain.stability.parameter_roles import NO_DECAY, WeightDecay, check_momentum, check_rates
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class SGD:
         nesterov: whether to use Nesterov momentum; requires `momentum` above 0.
         weight_decay: L2 penalty, added to the gradient; at least 0.
         fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
+        no_decay: roles of parameters without weight decay.
     """
 
     lr: float
@@ -31,15 +34,17 @@ class SGD:
     nesterov: bool
     weight_decay: float
     fused: bool = True
+    no_decay: Sequence[str] = NO_DECAY
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.weight_decay)
         check_momentum(self.momentum, self.nesterov, 0.9)
+        WeightDecay(self.weight_decay, without=self.no_decay)
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """Returns the optimizer over `model`'s trainable parameters."""
         optimizer = torch.optim.SGD(
-            decayed(model, self.weight_decay),
+            WeightDecay(self.weight_decay, without=self.no_decay).groups(model, self.lr),
             lr=self.lr,
             momentum=self.momentum,
             nesterov=self.nesterov,

@@ -5,7 +5,16 @@ from torch import Tensor, nn
 
 from stabletrain.monitors.tensor_norms import measure
 from stabletrain.records import Clipped
-from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
+from stabletrain.stability.clipping import (
+    AGC,
+    AdaGC,
+    NoClip,
+    NormClip,
+    PerModuleClip,
+    UpdateNormClip,
+    ValueClip,
+    ZClip,
+)
 
 OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
 
@@ -17,6 +26,7 @@ KINDS = {
     "agc": AGC,
     "zclip": lambda: ZClip(max_norm=5.0, warmup_steps=5),
     "adagc": lambda: AdaGC(max_norm=5.0, warmup_steps=5),
+    "update_norm": lambda: UpdateNormClip(z_threshold=1.5, warmup_steps=5),
 }
 """Every option of the group; bounds and warm-ups let twelve steps of gradients around norm 1 reach each branch."""
 
@@ -28,8 +38,12 @@ TIGHT = {
     "agc": lambda: AGC(0.01, 1e-3),
     "zclip": lambda: ZClip(max_norm=0.05, warmup_steps=2),
     "adagc": lambda: AdaGC(max_norm=0.05, warmup_steps=2),
+    "update_norm": lambda: UpdateNormClip(z_threshold=1e-3, alpha=0.1, warmup_steps=2),
 }
-"""The same options, with bounds far below the gradient norms of the tests' tiny models, so that every one clips."""
+"""The same options, with bounds far below the gradient norms of the tests' tiny models, so that every one clips.
+
+`update_norm` clips every update that is longer than those just before it.
+"""
 
 
 class Small(nn.Module):
@@ -71,7 +85,18 @@ def flat(model: nn.Module) -> Tensor:
 
 def clip(kind, model, gate=OPEN):
     """Calls the kind as the step does."""
-    return as_tensors(kind(model, measure(model), gate))
+    return as_tensors(called(kind, model, measure(model), gate))
+
+
+def called(kind, model, norms, gate=OPEN):
+    """Calls the kind, then its `scale_update` as an optimizer does whose update is the gradient."""
+    clipped = kind(model, norms, gate)
+    if clipped.scale_update is not None:
+        factor = clipped.scale_update(norms.total, gate)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= factor
+    return clipped
 
 
 def as_tensors(clipped):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from stabletrain.stability.optimizers import SPAM, AdamW, StableAdamW
-from tests.stability.optimizers.given import ADAM, SPAM_
+from stabletrain.stability.optimizers.adamw import GatedAdamW
+from tests.stability.optimizers.given import ADAM, SPAM_, Two
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -27,6 +28,58 @@ def test_adamw_equals_the_formula_in_float64(fused):
         expected = expected * (1 - 0.01 * 0.1)
         expected = expected - 0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
     torch.testing.assert_close(model.weight.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def stepped(kind, steps, dtype):
+    """Trains a small model on random gradients with a learning rate that varies; returns model and optimizer."""
+    torch.manual_seed(0)
+    model = Two().to(dtype)
+    optimizer = kind(model)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = ADAM["lr"] * (1 + step % 3) / 3
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-14), (torch.float32, 2e-6)], ids=["fp64", "fp32"])
+def test_our_own_adamw_equals_pytorchs_within_rounding_over_50_steps(dtype, most):
+    (ours, own), (theirs, pytorchs) = (stepped(AdamW(**ADAM, shows_update=each), 50, dtype) for each in (True, False))
+    assert (type(own), type(pytorchs)) == (GatedAdamW, torch.optim.AdamW)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=most)
+        assert own.state[a].keys() == pytorchs.state[b].keys()
+        torch.testing.assert_close(own.state[a], pytorchs.state[b], rtol=most, atol=most)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [(AdamW, {}), (StableAdamW, {}), (SPAM, {"theta": 1.5, "reset_interval": 4, "warmup_steps": 2})],
+    ids=["adamw", "stable_adamw", "spam"],
+)
+def test_cautious_decay_is_the_formula_in_float64(kinds):
+    """w - lr (u + decay [u w >= 0] w): u from the same optimizer without weight decay, from the same start."""
+    kind, more = kinds
+    torch.manual_seed(0)
+    cautious, plain = nn.Linear(4, 3, bias=False).double(), nn.Linear(4, 3, bias=False).double()
+    with_decay = kind(**ADAM | {"weight_decay": 0.5}, **more, cautious_decay=True)(cautious)
+    without = kind(**ADAM | {"weight_decay": 0.0}, **more, cautious_decay=True)(plain)
+    shares = []
+    for gradient in gradients(12):
+        start = cautious.weight.detach().clone()
+        plain.weight.data.copy_(start)
+        for layer, optimizer in ((cautious, with_decay), (plain, without)):
+            layer.weight.grad = gradient.clone()
+            optimizer.step()
+        update = start - plain.weight.detach()
+        decays = (update * start >= 0).double()
+        shares.append(float(decays.mean()))
+        expected = start - update - 0.01 * 0.5 * decays * start
+        torch.testing.assert_close(cautious.weight.detach(), expected, rtol=1e-12, atol=1e-14)
+    assert min(shares) > 0
+    assert max(shares) < 1
 
 
 def gradients(steps, shape=(3, 4), seed=0):

@@ -8,16 +8,22 @@ from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import map_tensors
 from stabletrain.records import TrainState
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
-from stabletrain.step import apply, set_lr
+from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
+from stabletrain.step import apply
 
 ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+MUON = ADAM | {"momentum": 0.95, "nesterov": True, "ns_steps": 5}
+RATE = LearningRate(NoWarmup(), Constant(), 6)
 KINDS = {
     "adamw": AdamW(**ADAM),
     "adamw-unfused": AdamW(**ADAM, fused=False),
+    "adamw-cautious": AdamW(**ADAM, cautious_decay=True),
     "sgd": SGD(lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-4),
     "stable_adamw": StableAdamW(**ADAM),
     "spam": SPAM(**ADAM, theta=50.0, reset_interval=4, warmup_steps=2),
-    "muon": Muon(**ADAM, momentum=0.95, nesterov=True, ns_steps=5),
+    "muon": Muon(**MUON),
+    "muon-cautious": Muon(**MUON, cautious_decay=True),
+    "muon-scheduled": Muon(**MUON, decay="corrected", scale="original", momentum_warmup=3, momentum_cooldown=2),
 }
 OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
 
@@ -126,7 +132,7 @@ def test_momentum_exists_before_the_first_step_and_does_not_change_that_step():
     assert equal(bits(ours), bits(torchs))
 
 
-@pytest.mark.parametrize("kind", ["stable_adamw", "spam"])
+@pytest.mark.parametrize("kind", ["adamw-cautious", "stable_adamw", "spam"])
 def test_even_a_gradient_whose_square_is_infinite_leaves_no_infinite_moment(kind):
     """Applies an update that the guard would skip: PyTorch's AdamW would keep v = Inf forever."""
     state = fresh(kind)
@@ -155,17 +161,17 @@ def test_a_restored_optimizer_continues_bitwise(kind):
     apply(second.optimizer, OPEN)  # so that there is something to overwrite
     for step in range(6):
         fill(whole, step)
-        set_lr(whole.optimizer, 1 / (step + 1))
+        RATE.set_(whole.optimizer, step, 1 / (step + 1))
         apply(whole.optimizer, OPEN)
     for step in range(3):
         fill(first, step)
-        set_lr(first.optimizer, 1 / (step + 1))
+        RATE.set_(first.optimizer, step, 1 / (step + 1))
         apply(first.optimizer, OPEN)
     saved = map_tensors(torch.clone, capture(first, {}))
     for target in (second, fresh(kind)):
         restore(saved, target, {})
         for step in range(3, 6):
             fill(target, step)
-            set_lr(target.optimizer, 1 / (step + 1))
+            RATE.set_(target.optimizer, step, 1 / (step + 1))
             apply(target.optimizer, OPEN)
         assert equal(bits(target), bits(whole))

@@ -15,10 +15,21 @@ from stabletrain.guard.policy.limits import LARGEST_NORM
 from stabletrain.monitors.tensor_norms import measure_all
 from stabletrain.records import TrainState
 from stabletrain.stability.after_update import InTurn
-from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
+from stabletrain.stability.clipping import (
+    AGC,
+    AdaGC,
+    NoClip,
+    NormClip,
+    PerModuleClip,
+    UpdateNormClip,
+    ValueClip,
+    ZClip,
+)
+from stabletrain.stability.clipping.update_norm import StepScale
 from stabletrain.stability.objective import MuCentering
 from stabletrain.stability.optimizers import Muon
-from stabletrain.stability.optimizers.adamw import CappedAdamW, SpikeAwareAdamW
+from stabletrain.stability.optimizers import muon as muon_module
+from stabletrain.stability.optimizers.adamw import CappedAdamW, GatedAdamW, SpikeAwareAdamW
 from stabletrain.stability.optimizers.closed import after_update_is_proven, clipping_is_proven, why_unproven
 from stabletrain.stability.optimizers.muon import MuonAndAdamW
 from stabletrain.stability.optimizers.sgd import zero_momentum_
@@ -76,12 +87,13 @@ def sgd(implementation):
 
 def muon(rng):
     settings = {"momentum": float(rng.choice([0.0, 0.95, 1.0])), "nesterov": True, "ns_steps": int(rng.integers(1, 9))}
+    cautious = bool(rng.integers(2))
 
     def make(weights):
         rest = adam(lambda others, **chosen: [{"params": others, **chosen}], rng, fused=True)
         groups = rest([weight for weight in weights if weight.ndim != 2])
         hidden = {"params": [weight for weight in weights if weight.ndim == 2], "weight_decay": 1e-3, **settings}
-        return MuonAndAdamW([hidden], groups, 1.0)
+        return MuonAndAdamW([hidden], groups, 1.0, cautious=cautious)
 
     return make
 
@@ -97,6 +109,30 @@ def rounded(rng):
     return make
 
 
+def scaled(draw):
+    """Half of the searches clip the update; the gate is open, as in every search."""
+
+    def with_scale(rng):
+        make, clipping = draw(rng), UpdateNormClip(z_threshold=1e-3, alpha=0.1, warmup_steps=2)
+        if rng.integers(2):
+            return make
+
+        def made(weights):
+            optimizer = make(weights)
+
+            def rescale(*_):
+                optimizer.scale_update = StepScale(clipping, torch.device("cpu"))
+
+            rescale.__module__ = "stabletrain.stability.optimizers.gated"
+            optimizer.register_step_pre_hook(rescale)
+            return optimizer
+
+        return made
+
+    return with_scale
+
+
+DECAYS = "weight_decay", "peak_weight_decay"
 WAYS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}
 KINDS = {
     **{f"adamw {name}": with_amsgrad(AdamW, way) for name, way in WAYS.items()},
@@ -104,7 +140,8 @@ KINDS = {
     **{f"sgd {name}": sgd(way) for name, way in WAYS.items()},
     "rounded": rounded,
     "muon": muon,
-    "stable_adamw": ours(CappedAdamW),
+    "own adamw": scaled(ours(GatedAdamW, cautious=[False, True])),
+    "stable_adamw": scaled(ours(CappedAdamW, cautious=[False, True])),
     "spam": ours(SpikeAwareAdamW, theta=[1.0, 50.0, 1e30], reset_interval=[1, 3, 500], warmup_steps=[0, 2]),
 }
 
@@ -326,6 +363,7 @@ class Scaled(AdamW):
         (SGD, {"momentum": 1.0}, "momentum=1.0"),
         (SGD, {"momentum": 0.99, "weight_decay": 0.01, "dtype": torch.bfloat16}, "(1 - momentum)^2 / 4"),
         (SGD, {"momentum": 0.9, "lr": 0.1, "weight_decay": 0.1}, "(1 - momentum)^2 / 4"),
+        (SGD, {"momentum": 0.9, "lr": 0.1, "weight_decay": 0.0, "peak_weight_decay": 0.1}, "(1 - momentum)^2 / 4"),
         (SGD, {"momentum": 0.9, "lr": 1e4}, "10000 (1 - momentum)"),
         (SGD, {"momentum": 0.9, "dampening": 2.0}, "dampening=2.0"),
         (SGD, {"weight_decay": math.inf}, "weight_decay=inf"),
@@ -333,7 +371,7 @@ class Scaled(AdamW):
 )
 def test_what_is_not_proven_is_named(kind, settings, expected):
     settings = {name: torch.ones((), device="meta") if value == "tensor" else value for name, value in settings.items()}
-    group = {name: settings.pop(name) for name in ("lr", "eps", "weight_decay") if name in settings}
+    group = {name: settings.pop(name) for name in ("lr", "eps", *DECAYS) if name in settings}
     found = [why_of_changed(kind, settings, group)]
     assert expected in found[0], found
 
@@ -484,17 +522,19 @@ def test_a_class_whose_step_was_replaced_is_named(monkeypatch):
 # ---- Muon, clipping, and what follows an update
 
 
-def test_a_hidden_matrix_whose_update_is_not_finite_keeps_its_bits(monkeypatch):
+@pytest.mark.parametrize("diverged", [math.inf, 1e7])
+@pytest.mark.parametrize("cautious", [False, True])
+def test_a_hidden_matrix_whose_direction_diverges_keeps_its_bits(monkeypatch, cautious, diverged):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4), nn.Linear(4, 2))
-    optimizer = Muon(**MUON)(model)
+    optimizer = Muon(**MUON, cautious_decay=cautious)(model)
     assert why_unproven(optimizer) == ""
-    own, first, second = torch.optim._muon._zeropower_via_newtonschulz, model[0].weight, model[1].weight
+    own, first, second = muon_module.orthogonal, model[0].weight, model[1].weight
 
     def step(diverges):
         def orthogonal(update, *options):
-            return own(update, *options) * (math.inf if diverges and update.shape == first.shape else 1.0)
+            return own(update, *options) * (diverged if diverges and update.shape == first.shape else 1.0)
 
-        monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", orthogonal)
+        monkeypatch.setattr(muon_module, "orthogonal", orthogonal)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -520,7 +560,7 @@ class OwnClip(NormClip):
 
 
 def test_exact_classes_of_clipping_and_of_qk_clip_are_proven():
-    clippings = [NoClip(), NormClip(1.0), ValueClip(1.0), PerModuleClip(1.0), AGC(), AdaGC(), ZClip()]
+    clippings = [NoClip(), NormClip(1.0), ValueClip(1.0), PerModuleClip(1.0), AGC(), AdaGC(), ZClip(), UpdateNormClip()]
     assert all(clipping_is_proven(each) for each in clippings)
     assert not any(clipping_is_proven(each) for each in (OwnClip(1.0), None, print))
     assert after_update_is_proven(NoQKClip())
