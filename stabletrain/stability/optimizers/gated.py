@@ -96,7 +96,10 @@ def write_where_(targets: list[Tensor], values: list[Tensor], where: Tensor) -> 
 
 
 def subtract_(targets: list[Tensor], amounts: list[Tensor], withheld: Tensor, decay: float = 0.0) -> None:
-    """Subtracts `amounts + decay * targets` from `targets`, in place; with `withheld` (0-d fp32) 1, changes no bit."""
+    """Subtracts `amounts + decay * targets` from `targets`, in place; with `withheld` (0-d fp32) 1, changes no bit.
+
+    Each amount needs the strides of its target: the kernel reads both in the order of their memory.
+    """
     # A step of SGD with learning rate 1: one kernel that knows the gate, for all tensors.
     torch._fused_sgd_(
         targets,

@@ -199,3 +199,12 @@ def test_an_earlier_steps_clipping_does_not_scale_a_repeated_step():
     assert state.optimizer.scale_update is not None
     apply(state.optimizer, OPEN)
     assert state.optimizer.scale_update is None
+
+
+def test_a_withheld_update_is_no_outlier():
+    """Behind a closed gate its moments are those of the step before, so its norm says nothing of this step."""
+    kind = clipping()
+    for norm in (1.0, 1.2, 0.9, 1.1):
+        kind(MODEL, NORMS, OPEN).scale_update(torch.tensor(norm), OPEN)
+    assert kind(MODEL, NORMS, CLOSED).scale_update(torch.tensor(9.0), CLOSED) == 1
+    assert kind(MODEL, NORMS, OPEN).scale_update(torch.tensor(9.0), OPEN) < 1
