@@ -5,7 +5,7 @@ offer. Kinds of this package derive from it; those of a user need only offer the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.stability.averaging import NoAveraging
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.precision.base import FullPrecision
@@ -35,6 +36,7 @@ class Tools:
         determinism: seeds the randomness of a step.
         seed: of this rank.
         parallel: the ranks that train together, or one process.
+        averaging: averages the weights over time.
     """
 
     sanitizer: Sanitizer
@@ -47,6 +49,7 @@ class Tools:
     determinism: Off
     seed: int
     parallel: SingleProcess
+    averaging: NoAveraging = field(default_factory=NoAveraging)
 
     def wrap(self, model: nn.Module) -> Callable[[Tensor], Any]:
         """Returns the model as a step calls it: `outputs = wrapped(inputs)`.

@@ -116,12 +116,14 @@ def tensors_in(
 
 
 def places_of_moments(path: Path, skeleton: Tree, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Maps each moment of a sharded parameter, by its name in the files, to the parameter's place."""
+    """Maps each moment and the average of a sharded parameter, by its name in the files, to the parameter's place."""
     with naming(path, SKELETON):
         moments = _named(skeleton["optimizer"]["state"]) if "optimizer" in skeleton else {}
+        averages = _named(skeleton["average"]["tensors"]) if "average" in skeleton else {}
+        moments = [*moments.items(), *((name, {"average": each}) for name, each in averages.items())]
         return {
             name: places[parameter]
-            for parameter, kinds in moments.items()
+            for parameter, kinds in moments
             if parameter in places
             for name in kinds.values()
             if isinstance(name, _Name)

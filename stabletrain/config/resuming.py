@@ -55,6 +55,7 @@ GROUPS: dict[str, Row] = {
     "qknorm": Row(NEW_STATE, "gains start at each channel's mean norm of q and k on a batch; their moments at 0"),
     "softcap": Row(RECORDED, "has no weights; changes little if the cap is far above the largest logits"),
     "qkclip": Row(RECORDED, "has no weights; bounds them after the next update"),
+    "averaging": Row(NEW_STATE, "the average starts anew, with the next weights"),
     "determinism": Row(RECORDED, "other kernels may round differently"),
     "guard": Row(FREE, "judges the next step"),
     "forensics": Row(FREE, "explains later incidents"),
@@ -77,6 +78,7 @@ CHANGED_TO: dict[tuple[str, str], Row] = {
     ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are collected anew"),
     ("clipping", "adagc"): Row(NEW_STATE, "each tensor's average norm is collected anew, from its warm-up on"),
     ("qknorm", "none"): Row(NEW_STATE, "the gains and their moments are dropped"),
+    ("averaging", "none"): Row(NEW_STATE, "the average is dropped"),
 }
 """Options that differ from their group's row, as the new option."""
 

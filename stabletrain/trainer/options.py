@@ -22,6 +22,7 @@ from stabletrain.machine.determinism import Off
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import started
+from stabletrain.stability.averaging import NoAveraging
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
 from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objective
@@ -80,6 +81,7 @@ class Options(StepOptions):
     data: Choice[Dataset]
     qknorm: NoQKNorm  # the model's YAML builds its own from the same keys; this one has been checked
     softcap: NoSoftcap
+    averaging: NoAveraging = field(default_factory=NoAveraging)
     init: TorchInit
     optimizer: Choice[Callable]
     checkpoint: NoCheckpoints
