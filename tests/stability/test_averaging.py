@@ -257,7 +257,9 @@ def test_a_run_trains_as_without_it_and_evaluates_both_weights(tmp_path, whole):
     plain = trained(tmp_path / "run", "steps=6", "eval_every=2")
     assert plain.state.average is None
     assert "average" not in capture(plain.state, {})
-    assert all(torch.equal(a, b) for a, b in zip(plain.state.model.parameters(), job.state.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.state.model.parameters(), job.state.model.parameters(), strict=True)
+    )
     before, after = lines(tmp_path / "run"), lines(folder)
     for step, line in after.items():
         mine = {key: value for key, value in line.items() if not key.startswith("averaging/")}
