@@ -209,6 +209,20 @@ class Checkpoint:
         manifest = _manifest(self.path)
         return tensors_in(self.path, "model", manifest["files"], _skeleton(self.path, manifest), None)
 
+    def load_average(self) -> dict[str, Tensor]:
+        """Returns the averages of weights and buffers by name, fp32, on the CPU; of a shared weight, one.
+
+        Raises:
+            UnusableCheckpoint: as `load` does, or there are none.
+        """
+        manifest = _manifest(self.path)
+        skeleton = _skeleton(self.path, manifest)
+        average = tensors_in(self.path, "training", manifest["files"], skeleton, None).get("average")
+        if average is None or not int(average["count"]):
+            why = "was trained with averaging=none" if average is None else "is from before the first of them"
+            raise UnusableCheckpoint(f"{self.path} has no averaged weights: it {why}; fix: use the live ones")
+        return dict(average["tensors"])
+
     def model_files(self) -> dict[str, str]:
         """Returns the SHA-256 of each file that holds the model, by name, as the manifest has it; raises as `load`."""
         files = _manifest(self.path)["files"]

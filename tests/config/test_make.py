@@ -21,6 +21,7 @@ from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.stability.averaging import NoAveraging
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
 from stabletrain.stability.objective import NoZLoss
@@ -177,6 +178,7 @@ ROLES: dict[str, Any] = {
     "checkpoint": NoCheckpoints,
     "clipping": NoClip,
     "data": Dataset,
+    "averaging": NoAveraging,
     "determinism": Off,
     "faults": NoFaults,
     "forecast": NoForecast,

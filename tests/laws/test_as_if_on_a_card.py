@@ -39,7 +39,7 @@ MODELS = {
 }
 
 ACTING = ("optimizer", "precision", "clipping", "warmup", "schedule", "zloss", "qknorm", "softcap", "init")
-ACTING += ("determinism", "qkclip", "guard", "stability", "monitors", "faults")
+ACTING += ("determinism", "qkclip", "averaging", "guard", "stability", "monitors", "faults")
 NOT_HERE = {
     "faults=bitflip": "flips a bit of a real tensor",
     "faults=optimizer": "reads whether the step was withheld, and writes a number from the host",

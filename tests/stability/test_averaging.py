@@ -101,7 +101,7 @@ def test_nothing_enters_through_a_closed_gate_and_nothing_that_is_not_finite_thr
 
 
 class Odd(nn.Module):
-    """A tied weight, a frozen one, a mask, a count, a buffer that is not saved, and one that a forward pass replaces."""
+    """A tied weight, a frozen one, a mask, a count, an unsaved buffer, and one that a forward pass replaces."""
 
     def __init__(self):
         super().__init__()

@@ -37,6 +37,7 @@ DEFAULTS = {
     },
 }
 OTHERS = {
+    "averaging": "none",
     "checkpoint": "default",
     "clipping": "norm",
     "determinism": "seeded",
