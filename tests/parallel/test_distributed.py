@@ -25,6 +25,7 @@ BOTH = {
     "uneven": [*GPT, *UNEVEN],
     "one_sided": [*GPT, "data._target_=tests.parallel.given.OneSided", "zloss=palm", "zloss.coefficient=0.1"],
     "uneven_accumulated": [*GPT, *UNEVEN, "grad_accum_steps=2"],
+    "averaging": [*GPT, "averaging=ema"],
     "sgd": [*GPT, "optimizer=sgd", "optimizer.lr=0.1"],
     "resnet": [*RESNET],
     "numbers": NUMBERS,
