@@ -118,7 +118,7 @@ def relative_path(folder: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 
 
-SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm", "softcap", "qkclip", "faults")
+SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm", "softcap", "qkclip", "averaging", "faults")
 """Config groups shown in the opening's second line."""
 
 FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient", "attention_cap", "max_logit")
@@ -173,6 +173,8 @@ def closing(
         f"guard    {guard_summary(state, history, guard, healed_by)}",
         f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
     ]
+    if (averaged := history.val.get("averaging/val_loss")) is not None:
+        lines.insert(1, f"average  val loss {averaged:.3f}, of the averaged weights")
     if sample and sample.strip():
         first, *rest = sample.strip("\n").split("\n")
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]

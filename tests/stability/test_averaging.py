@@ -3,15 +3,19 @@
 import contextlib
 import copy
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
+import stabletrain
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.snapshots import state_bytes
 from stabletrain.checkpoint.tree import to_host
+from stabletrain.cli.commands import main
 from stabletrain.errors import ConfigError
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.models.resnet import CifarResNet
@@ -217,6 +221,9 @@ class Crash(Exception):
 
 def trained(folder, *overrides, crash_at=None):
     with composed(*SMALL, *overrides) as cfg:
+        if not (folder / ".hydra").exists():
+            (folder / ".hydra").mkdir(parents=True)
+            OmegaConf.save(cfg, folder / ".hydra/config.yaml")
         job = build(cfg, folder)
         get = job.data.batches.get
 
@@ -297,10 +304,11 @@ def test_a_snapshot_holds_the_average_and_a_damaged_one_is_found(whole):
     kept = saved.newest_intact(job.state.step, step=job.state.step)
     assert average.count == before["count"]
     assert all(torch.equal(before["tensors"][name], tensor) for name, tensor in average.tensors.items())
-    next(iter(kept["average"]["tensors"].values())).view(-1)[0] += 1
+    damaged = next(iter(kept["average"]["tensors"].values())).view(-1).view(torch.int32)
+    damaged[0] ^= 1
     assert not saved._is_intact(kept)
-    next(iter(kept["average"]["tensors"].values())).view(-1)[0] -= 1
-    saved.restore(kept, {})
+    damaged[0] ^= 1
+    assert saved._is_intact(kept)
 
 
 def test_a_fault_of_memory_in_the_average_is_found_before_the_next_update(whole):
@@ -344,6 +352,33 @@ def test_its_memory_is_counted(whole):
     without.average = None
     numbers = sum(each.numel() for each in state.model.parameters())
     assert 4 * numbers <= state_bytes(state) - state_bytes(without) < 4 * numbers + 256 * 20
+
+
+def test_the_averaged_weights_of_a_checkpoint_are_loaded_and_sampled_from(whole, tmp_path, capsys):
+    folder, job = whole
+    model = stabletrain.load(folder, averaged=True)
+    assert all(torch.equal(job.state.average.tensors[name], each) for name, each in model.named_parameters())
+    assert not torch.equal(stabletrain.load(folder).head.weight, model.head.weight)
+    typed = ["sample", str(folder), "--prompt", "the", "--tokens", "9", "--temperature", "0"]
+    assert main(typed) == 0
+    live = capsys.readouterr().out
+    assert main([*typed, "--averaged"]) == 0
+    assert capsys.readouterr().out.startswith(live[:3])
+    shutil.copytree(folder, tmp_path / "run")
+    trained(tmp_path / "run", "averaging=none", "steps=7", "resume=auto")
+    with pytest.raises(ConfigError, match="step-00000007 has no averaged weights: it was trained with averaging=none"):
+        stabletrain.load(tmp_path / "run", averaged=True)
+
+
+@pytest.mark.beside
+def test_the_averaged_weights_of_a_checkpoint_are_exported(whole, tmp_path, capsys):
+    folder, job = whole
+    assert main(["export", str(folder), "--to", "safetensors", "--averaged", "--out", str(tmp_path / "out")]) == 0
+    assert "step-00000006, the averaged weights" in capsys.readouterr().out
+    model = stabletrain.load(tmp_path / "out", trust=True)
+    assert all(torch.equal(job.state.average.tensors[name], each) for name, each in model.named_parameters())
+    with pytest.raises(ConfigError, match="is an export, which holds the live or the averaged weights"):
+        stabletrain.load(tmp_path / "out", averaged=True)
 
 
 # ---- what is refused
