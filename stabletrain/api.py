@@ -95,7 +95,9 @@ def train_job(cfg: DictConfig, folder: Path) -> None:
             raise
 
 
-def load(path: str | Path, *, best: bool = False, device: str = "cpu", trust: bool = False) -> "nn.Module":
+def load(
+    path: str | Path, *, best: bool = False, averaged: bool = False, device: str = "cpu", trust: bool = False
+) -> "nn.Module":
     """Returns the trained model of a run, in eval mode, with its parameters in fp32.
 
     Args:
@@ -103,6 +105,7 @@ def load(path: str | Path, *, best: bool = False, device: str = "cpu", trust: bo
             `<run>/checkpoints/step-...`. The checksums of all its files are verified, and nothing is unpickled. Or a
             folder that `stabletrain export --to safetensors` has written.
         best: take the healthy checkpoint with the lowest validation loss instead of the newest.
+        averaged: take the averaged weights of a run with `averaging`.
         device: `cpu`, `cuda`, `cuda:N`, or `auto` for what training would use.
         trust: whether to run the code that the configuration of a folder from elsewhere names, as `--trust` does.
 
@@ -113,4 +116,4 @@ def load(path: str | Path, *, best: bool = False, device: str = "cpu", trust: bo
     from stabletrain.trainer.saved import load_model
 
     with accepting(trust):
-        return load_model(Path(path), best=best, device=device)
+        return load_model(Path(path), best=best, averaged=averaged, device=device)

@@ -222,6 +222,8 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     gate = update.judge(gate)
     buffers = computed.buffers.restore_(computed.saved_buffers, gate)
     tools.precision.update(gated.overflow, gate)
+    # Average the weights over time. A skipped step or an undone update must not enter.
+    tools.averaging(state, gate)
     # Count the step, skipped or not: the next step reads the next batch.
     state.step += 1
     state.executed_steps += 1

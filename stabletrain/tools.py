@@ -5,7 +5,7 @@ offer. Kinds of this package derive from it; those of a user need only offer the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Off
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.stability.after_update import AfterUpdate
+from stabletrain.stability.averaging import NoAveraging
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.precision.base import FullPrecision
@@ -36,6 +37,7 @@ class Tools:
         determinism: seeds the randomness of a step.
         seed: of this rank.
         parallel: the ranks that train together, or one process.
+        averaging: averages the weights over time.
     """
 
     sanitizer: Sanitizer
@@ -48,6 +50,7 @@ class Tools:
     determinism: Off
     seed: int
     parallel: SingleProcess
+    averaging: NoAveraging = field(default_factory=NoAveraging)
 
     def wrap(self, model: nn.Module) -> Callable[[Tensor], Any]:
         """Returns the model as a step calls it: `outputs = wrapped(inputs)`.

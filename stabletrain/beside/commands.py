@@ -38,6 +38,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, help="the folder to write (default: <run>/export/<to>-<checkpoint>)")
     parser.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
+    parser.add_argument("--averaged", action="store_true", help="use the averaged weights of a run with averaging")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in that folder")
 
 
@@ -45,7 +46,8 @@ def export(chosen: argparse.Namespace) -> None:
     """Writes the run's model for other programs, and prints how to load it."""
     from stabletrain.beside.export.command import export as write
 
-    write(chosen.run, chosen.to, chosen.out, best=chosen.best, overwrite=chosen.overwrite)
+    which = {"best": chosen.best, "averaged": chosen.averaged}
+    write(chosen.run, chosen.to, chosen.out, overwrite=chosen.overwrite, **which)
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:

@@ -116,12 +116,14 @@ def tensors_in(
 
 
 def places_of_moments(path: Path, skeleton: Tree, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Maps each moment of a sharded parameter, by its name in the files, to the parameter's place."""
+    """Maps each moment and the average of a sharded parameter, by its name in the files, to the parameter's place."""
     with naming(path, SKELETON):
         moments = _named(skeleton["optimizer"]["state"]) if "optimizer" in skeleton else {}
+        averages = _named(skeleton["average"]["tensors"]) if "average" in skeleton else {}
+        moments = [*moments.items(), *((name, {"average": each}) for name, each in averages.items())]
         return {
             name: places[parameter]
-            for parameter, kinds in moments.items()
+            for parameter, kinds in moments
             if parameter in places
             for name in kinds.values()
             if isinstance(name, _Name)
@@ -206,6 +208,20 @@ class Checkpoint:
         """Returns the model's `state_dict` alone, on the CPU; raises as `load` does."""
         manifest = _manifest(self.path)
         return tensors_in(self.path, "model", manifest["files"], _skeleton(self.path, manifest), None)
+
+    def load_average(self) -> dict[str, Tensor]:
+        """Returns the averages of weights and buffers by name, fp32, on the CPU; of a shared weight, one.
+
+        Raises:
+            UnusableCheckpoint: as `load` does, or there are none.
+        """
+        manifest = _manifest(self.path)
+        skeleton = _skeleton(self.path, manifest)
+        average = tensors_in(self.path, "training", manifest["files"], skeleton, None).get("average")
+        if average is None or not int(average["count"]):
+            why = "was trained with averaging=none" if average is None else "is from before the first of them"
+            raise UnusableCheckpoint(f"{self.path} has no averaged weights: it {why}; fix: use the live ones")
+        return dict(average["tensors"])
 
     def model_files(self) -> dict[str, str]:
         """Returns the SHA-256 of each file that holds the model, by name, as the manifest has it; raises as `load`."""

@@ -150,6 +150,7 @@ class RankShard:
         named |= {
             name.replace("/state/", "/", 1): copy for name, copy in moments if name.startswith("optimizer/state/")
         }
+        named |= {name: copy for name, copy in moments if name.startswith("average/tensors/")}
         return unsound_among(named)
 
     def _notes(self) -> list[dict[str, Any]]:

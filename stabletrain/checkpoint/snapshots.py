@@ -2,10 +2,10 @@
 
 All tensors of a snapshot lie in a few flat blocks (`host_copies.py`).
 
-On CUDA a snapshot costs the training no time: parameters and the optimizer's state are copied on a stream of their own,
-while the next forward and backward passes run. Only the optimizer writes them, so its next step waits for the copy, on
-the device. Everything else (buffers, a loss scale, statistics of clipping) is small and may be written earlier, so it
-is copied at once, on the current stream.
+On CUDA a snapshot costs the training no time: parameters, the optimizer's state and the average of the weights are
+copied on a stream of their own, while the next forward and backward passes run. They are written by the optimizer or
+right after it, so its next step waits for the copy, on the device. Everything else (buffers, a loss scale, statistics
+of clipping) is small and may be written earlier, so it is copied at once, on the current stream.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -36,7 +36,8 @@ def tensors_of(tree: Tree, names: Collection[str]) -> tuple[list[Tensor], list[b
         for name, child in part.items() if key == "model" else [(key, part)]:
             before = len(found)
             map_tensors(found.append, child)
-            only += [name in names if key == "model" else key == "optimizer"] * (len(found) - before)
+            late = name in names if key == "model" else key in ("optimizer", "average")
+            only += [late] * (len(found) - before)
     return found, only
 
 
@@ -47,6 +48,7 @@ def state_bytes(state: TrainState) -> int:
     `momentum` is 0, else one.
     """
     tensors = list(state.model.state_dict().values())
+    tensors += [] if state.average is None else state.average.tensors.values()
     for group in state.optimizer.param_groups:
         moments = 2 if "betas" in group else int(group.get("momentum", 1) != 0)
         for parameter in group["params"]:

@@ -70,8 +70,9 @@ SECOND_MOMENT = "exp_avg_sq"
 
 
 def unsound(tree: Tree) -> str | None:
-    """Returns why the first bad tensor among weights, buffers and optimizer state is bad; None if there is none."""
+    """Returns why the first bad tensor among weights, buffers, optimizer state and averages is bad; None if none is."""
     judged = {"model": tree["model"], "optimizer": tree.get("optimizer", {}).get("state", {})}
+    judged |= {"average": tree.get("average", {}).get("tensors", {})}
     return unsound_among(flatten(judged)[0])
 
 

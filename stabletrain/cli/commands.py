@@ -121,6 +121,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
     parser.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
+    parser.add_argument("--averaged", action="store_true", help="use the averaged weights of a run with averaging")
 
 
 def sample(chosen: argparse.Namespace) -> None:
@@ -132,7 +133,7 @@ def sample(chosen: argparse.Namespace) -> None:
     from stabletrain.models.sampling import generate
     from stabletrain.trainer.contract import context_length, make_model
     from stabletrain.trainer.options import ForwardOptions, read
-    from stabletrain.trainer.saved import config_of
+    from stabletrain.trainer.saved import config_of, put_average_
 
     if not -(2**63) <= chosen.seed < 2**64:
         raise ConfigError(f"--seed {chosen.seed} is not a number of 64 bits: use one from 0 to {2**63 - 1}")
@@ -147,6 +148,8 @@ def sample(chosen: argparse.Namespace) -> None:
     options = read(ForwardOptions, config)
     model = make_model(options.model, data, options.objective)
     model.load_state_dict(checkpoint.load_model())
+    if chosen.averaged:
+        put_average_(model, checkpoint)
     prompt = torch.tensor([data.encode(data.prompt if chosen.prompt is None else chosen.prompt)])
     generator = torch.Generator().manual_seed(chosen.seed)
     length = context_length(model, data)

@@ -60,6 +60,7 @@ GROUPS: dict[str, Row] = {
     "softmax": Row(NEW_STATE, "sinks start at 0, which leaves most weight with the keys; their moments at 0"),
     "attention_gate": Row(REFUSED, "a new gate is 1/2, so it would halve what trained heads give", FORK),
     "norm_placement": Row(REFUSED, "the weights were trained with the norms in another place", NEW_RUN),
+    "averaging": Row(NEW_STATE, "the average starts anew, with the next weights"),
     "determinism": Row(RECORDED, "other kernels may round differently"),
     "guard": Row(FREE, "judges the next step"),
     "forensics": Row(FREE, "explains later incidents"),
@@ -86,6 +87,7 @@ CHANGED_TO: dict[tuple[str, str], Row] = {
     ("softmax", "plain"): Row(NEW_STATE, "the sinks and their moments are dropped"),
     ("attention_gate", "none"): Row(REFUSED, "without its gates, what trained heads give would about double", FORK),
     ("zloss", "mu_centering"): Row(RECORDED, "subtracts the head's mean row after the next update"),
+    ("averaging", "none"): Row(NEW_STATE, "the average is dropped"),
 }
 """Options that differ from their group's row, as the new option."""
 
@@ -151,7 +153,7 @@ HALT_KEYS = ("guard.escalate", "guard.whatif_steps")
 WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *HALT_KEYS, *UNRECORDED_KEYS)
 """Keys that leave every step's result as it is."""
 
-ADDED_GROUPS = {"softmax": "plain", "attention_gate": "none", "norm_placement": "pre"}
+ADDED_GROUPS = {"softmax": "plain", "attention_gate": "none", "norm_placement": "pre", "averaging": "none"}
 """Groups that older runs do not have, and the option that computes what they computed."""
 
 ADDED_KEYS = {"model.swiglu_limit": None}

@@ -177,7 +177,7 @@ def find_divergence(state: TrainState) -> str:
 
 @torch.no_grad()
 def checksums(state: TrainState) -> dict[str, int]:
-    """Returns the sum of bits of each weight, each moment and each BatchNorm statistic, by name.
+    """Returns the sum of bits of each weight, each moment, each BatchNorm statistic and each average, by name.
 
     Excludes non-persistent buffers and integer tensors, since a model may use them for anything.
     """
@@ -199,6 +199,8 @@ def tensors_of(state: TrainState) -> dict[str, Tensor]:
     for name, weight in weights.items():
         kept = state.optimizer.state.get(weight, {})
         found |= {f"{key} of {name}": value for key, value in kept.items() if isinstance(value, Tensor)}
+    if state.average is not None:
+        found |= {f"average of {name}": value for name, value in state.average.tensors.items()}
     return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
 
 

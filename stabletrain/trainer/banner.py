@@ -40,7 +40,7 @@ def opening(
         option_text(group, choices[group], {**config[group], **resolved.get(group, {})})
         + (tools.guard.note if group == "guard" else "")
         for group in SHOWN
-        if choices[group] not in ("none", "plain")
+        if choices[group] not in ("none", "plain", "pre")
     ]
     return "\n".join(
         [
@@ -118,8 +118,8 @@ def relative_path(folder: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 
 
-PARTS = ("qknorm", "softcap", "qkclip", "softmax", "attention_gate")
-SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", *PARTS, "faults")
+PARTS = ("qknorm", "softcap", "qkclip", "softmax", "attention_gate", "norm_placement")
+SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", *PARTS, "averaging", "faults")
 """Config groups shown in the opening's second line, unless their option does nothing."""
 
 FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient", "attention_cap", "max_logit")
@@ -174,6 +174,8 @@ def closing(
         f"guard    {guard_summary(state, history, guard, healed_by)}",
         f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
     ]
+    if (averaged := history.val.get("averaging/val_loss")) is not None:
+        lines.insert(1, f"average  val loss {averaged:.3f}, of the averaged weights")
     if sample and sample.strip():
         first, *rest = sample.strip("\n").split("\n")
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]

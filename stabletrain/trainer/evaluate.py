@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from stabletrain.machine.untouched import evaluating
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch
+from stabletrain.stability.averaging import averaged
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.sanitize import Sanitizer
@@ -69,13 +70,24 @@ def evaluate(
     return metrics | ({"val/bad_batches": int(total[0])} if total[0] else {})
 
 
+def evaluate_now(run: TrainingRun) -> dict[str, float]:
+    """Evaluates the weights that the model has now."""
+    batches, tools = map(run.data.to_device, run.data.validation()), run.tools
+    return evaluate(run.state.model, batches, tools.objective.plain, tools.precision, tools.sanitizer, run.parallel)
+
+
 def validate(run: TrainingRun) -> float:
-    """Evaluates, logs the metrics, records the best; returns the validation loss."""
+    """Evaluates, logs the metrics, records the best; returns the validation loss.
+
+    With `averaging`, evaluates the averaged weights too: `averaging/val_loss` and so on. All choices follow the live
+    ones.
+    """
     state, history, tracker = run.state, run.history, run.tracker
-    batches = map(run.data.to_device, run.data.validation())
-    metrics = evaluate(
-        state.model, batches, run.tools.objective.plain, run.tools.precision, run.tools.sanitizer, run.parallel
-    )
+    metrics = evaluate_now(run)
+    if state.average is not None:
+        with averaged(state.average):
+            others = evaluate_now(run)
+        metrics |= {f"averaging/{name.replace('/', '_')}": value for name, value in others.items()}
     if bad_batches := metrics.get("val/bad_batches"):
         text = f"evaluation: {bad_batches} batches hold bad data; bad labels and inputs are not counted"
         if not history.val.get("val/bad_batches"):

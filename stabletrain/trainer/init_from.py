@@ -21,7 +21,9 @@ from stabletrain.config.resuming import ADDED_GROUPS
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.parallel.ranks import Ranks, run_on_main
+from stabletrain.stability.attention_gate import NoAttentionGate
 from stabletrain.stability.norm_placement import PreNorm
+from stabletrain.stability.softmax import PlainSoftmax
 from stabletrain.tracking.run_folder import RunFolder
 from stabletrain.trainer.contract import FROM_DATA
 from stabletrain.trainer.options import Options
@@ -44,7 +46,10 @@ PARTS = ("qknorm", "softcap", "softmax", "attention_gate", "norm_placement")
 
 ADDED: dict[str, Any] = {
     "swiglu_limit": None,
-    "norm_placement": {"_target_": f"{PreNorm.__module__}.{PreNorm.__qualname__}"},
+    **{
+        key: {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+        for key, kind in (("softmax", PlainSoftmax), ("attention_gate", NoAttentionGate), ("norm_placement", PreNorm))
+    },
 }
 """Keys that a GPT of an older version and GPT-2 do not have, and the value with which they compute the same."""
 

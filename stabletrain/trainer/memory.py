@@ -1,6 +1,6 @@
 """Refuses a run that cannot fit into memory, before anything large is allocated.
 
-    lower bound = weights + gradients + moments of the optimizer + this rank's batch
+    lower bound = weights + gradients + moments of the optimizer + average of the weights + this rank's batch
 
 Activations come on top, so a run above this bound cannot train. The weights are counted on the meta device, which
 allocates nothing. A deep model of this package is built there with a few layers, and the others are extrapolated. Any
@@ -87,7 +87,8 @@ def check_memory(options: Options, process: Any, data: Any, sizes: Mapping[str, 
     shards = ranks.world_size if options.choices.get("parallel") == "fsdp" else 1
     half = 0.5 if options.choices.get("precision") == "bf16_params" else 1
     batch = batch_bytes(options.batch_size, process, data)
-    training = half * (weights.all + (1 + moments(options.optimizer)) * weights.trained) / shards
+    averages = weights.trained if options.choices.get("averaging", "none") != "none" else 0  # in fp32
+    training = (half * (weights.all + (1 + moments(options.optimizer)) * weights.trained) + averages) / shards
 
     def refuse_above(limit: float, model: float, batch: float, has: str) -> None:
         if model + batch <= limit:

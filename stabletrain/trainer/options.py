@@ -23,6 +23,7 @@ from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import started
 from stabletrain.stability.attention_gate import NoAttentionGate
+from stabletrain.stability.averaging import NoAveraging
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
 from stabletrain.stability.norm_placement import PreNorm
@@ -86,6 +87,7 @@ class Options(StepOptions):
     softmax: PlainSoftmax
     attention_gate: NoAttentionGate
     norm_placement: PreNorm
+    averaging: NoAveraging = field(default_factory=NoAveraging)
     init: TorchInit
     optimizer: Choice[Callable]
     checkpoint: NoCheckpoints

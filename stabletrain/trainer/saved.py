@@ -22,33 +22,54 @@ ODD = 7919
 """Placeholder for model sizes that the data determines: a number that no user would choose, so it is easy to find."""
 
 
-def load_model(path: Path, *, best: bool = False, device: str = "cpu") -> nn.Module:
+def load_model(path: Path, *, best: bool = False, averaged: bool = False, device: str = "cpu") -> nn.Module:
     """Returns the model of a run folder, a checkpoint or an export, in eval mode; see `stabletrain.load`."""
     target = hardware.choose_device(device)
     if is_export(path):
+        if averaged:
+            raise ConfigError(f"{path} is an export, which holds the live or the averaged weights; fix: averaged=False")
         group, state = read_export(path)
         trust.check_config(group, path / CONFIG)
         return filled(Choice("model", group), {}, state, path).to(target).eval()
     checkpoint = find(path.absolute(), best=best)
     config = config_of(checkpoint)
-    return build_model(checkpoint, Choice.of(config, "model"), Choice.of(config, "data"))[0].to(target).eval()
+    model, _ = build_model(checkpoint, Choice.of(config, "model"), Choice.of(config, "data"), averaged=averaged)
+    return model.to(target).eval()
 
 
-def build_model(checkpoint: Checkpoint, choice: Choice[Any], data: Choice[Any]) -> tuple[nn.Module, dict[str, int]]:
+def build_model(
+    checkpoint: Checkpoint, choice: Choice[Any], data: Choice[Any], *, averaged: bool = False
+) -> tuple[nn.Module, dict[str, int]]:
     """Returns the model of a checkpoint on the CPU, and the sizes that are null in its option.
 
     Args:
         checkpoint: of the run.
         choice: the run's model.
         data: the run's data, which are only read if a size is found nowhere else.
+        averaged: whether it gets its averaged weights.
 
     Raises:
-        ConfigError: the weights do not fit the model's code any more.
+        ConfigError: there are no averaged weights, or the weights do not fit the model's code any more.
     """
     state = checkpoint.load_model()
     shapes = {name: tensor.shape for name, tensor in state.items() if isinstance(tensor, Tensor)}
     sizes = sizes_of(choice, shapes, data)
-    return filled(choice, sizes, state, checkpoint.path), sizes
+    model = filled(choice, sizes, state, checkpoint.path)
+    if averaged:
+        put_average_(model, checkpoint)
+    return model, sizes
+
+
+@torch.no_grad()
+def put_average_(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Replaces the weights that are averaged by their averages; the model has the checkpoint's other weights already.
+
+    Raises:
+        ConfigError: the checkpoint has none.
+    """
+    live = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    for name, tensor in checkpoint.load_average().items():
+        live[name].copy_(tensor)
 
 
 def filled(choice: Choice[Any], sizes: Mapping[str, int], state: Mapping[str, Any], where: Path) -> nn.Module:

@@ -197,7 +197,7 @@ def build_model(
         overrides["shows_update"] = True  # the configuration was checked: it is one of this package's optimizers
     optimizer, note = make_optimizer(options.optimizer, model, overrides)
     LearningRate(options.warmup, options.schedule, options.steps).attach(optimizer)
-    state = TrainState(model, optimizer)
+    state = TrainState(model, optimizer, average=options.averaging.begin(model, options.steps))
     precision.attach(model, state.optimizer)
     options.faults.state(state, precision)
     parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
@@ -345,9 +345,10 @@ def choose_checksums(guard: Any, process: Process, trained: Trained, batch_size:
     if not chooses_checksums(guard):
         return
     weights = sum(p.numel() * p.element_size() for p in trained.state.model.parameters())
+    copies = 3 + (trained.state.average is not None)  # weights, two moments, and the average
     shards = process.ranks.world_size if process.parallel.name == "fsdp" else 1
     flops = trained.sample_flops and trained.sample_flops * batch_size / process.ranks.world_size
-    guard.check_state_every(default_every(3 * weights / shards, flops, process.device.type))  # weights and two moments
+    guard.check_state_every(default_every(copies * weights / shards, flops, process.device.type))
 
 
 def make_tools(options: Options, process: Process, source: Source, model: nn.Module) -> Tools:
@@ -366,6 +367,7 @@ def make_tools(options: Options, process: Process, source: Source, model: nn.Mod
         parallel=process.parallel,
         head_apart=process.parallel.head_apart,
     )
+    tools = replace(tools, averaging=options.averaging)  # here, because no replay of a step averages
     name, parts = options.choices["objective"], options.grad_accum_steps
     if tools.objective.couples_samples and parts * process.ranks.world_size > 1:
         what = f"grad_accum_steps={parts}" if parts > 1 else f"{process.ranks.world_size} ranks"

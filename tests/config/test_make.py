@@ -22,6 +22,7 @@ from stabletrain.machine.determinism import Off
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.stability.attention_gate import NoAttentionGate
+from stabletrain.stability.averaging import NoAveraging
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.init import TorchInit
 from stabletrain.stability.norm_placement import PreNorm
@@ -181,6 +182,7 @@ ROLES: dict[str, Any] = {
     "checkpoint": NoCheckpoints,
     "clipping": NoClip,
     "data": Dataset,
+    "averaging": NoAveraging,
     "determinism": Off,
     "faults": NoFaults,
     "forecast": NoForecast,

@@ -26,6 +26,7 @@ BOTH = {
     "one_sided": [*GPT, "data._target_=tests.parallel.given.OneSided", "zloss=palm", "zloss.coefficient=0.1"],
     "uneven_accumulated": [*GPT, *UNEVEN, "grad_accum_steps=2"],
     "sgd": [*GPT, "optimizer=sgd", "optimizer.lr=0.1", "optimizer.no_decay=[norms]", "schedule.weight_decay=cosine"],
+    "averaging": [*GPT, "averaging=ema"],
     "resnet": [*RESNET],
     "numbers": NUMBERS,
     "numbers_accumulated": [*NUMBERS, "grad_accum_steps=2"],

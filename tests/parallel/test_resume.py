@@ -25,10 +25,10 @@ QUICK = [
 ]
 KINDS = ("ddp", "fsdp")
 RUNS = {
-    "gpt": [*TINY_GPT, *ALWAYS, *QUICK, "model.dropout=0.1", "clipping=zclip"],
+    "gpt": [*TINY_GPT, *ALWAYS, *QUICK, "model.dropout=0.1", "clipping=zclip", "averaging=ema"],
     "resnet": [
         *[*TINY_RESNET, *ALWAYS, "model.depth=8", "steps=10", "checkpoint.every=3", "eval_every=5"],
-        *("faults=label", "faults.at=[4]", "faults.rank=1"),
+        *("faults=label", "faults.at=[4]", "faults.rank=1", "averaging=snapshots", "averaging.start_share=0"),
     ],
 }
 CRASHES = {"gpt": (25, 30), "resnet": (5,)}
@@ -44,7 +44,7 @@ for kind in KINDS:
             CASES[f"{folder}/crash"] = {"overrides": overrides, "folder": folder, "crash_at": crash_at}
             CASES[f"{folder}/resume"] = {"overrides": [*overrides, "resume=auto"], "folder": folder}
 
-SAVED = [*TINY_GPT, *ALWAYS, "checkpoint.every=4", "eval_every=4"]
+SAVED = [*TINY_GPT, *ALWAYS, "checkpoint.every=4", "eval_every=4", "averaging=ema"]
 RESHARD = {
     kind: {
         "overrides": [*SAVED, f"parallel={kind}", "steps=8", "resume=auto"],
@@ -109,9 +109,9 @@ def test_there_was_a_rollback_and_every_rank_went_back(two, place, kind):
 
 
 def saved_tensors(folder, step):
-    """Hashes of a checkpoint's weights and moments, as `worker.tensors_of` names them."""
+    """Hashes of a checkpoint's weights, moments and averages, as `worker.tensors_of` names them."""
     tree = find(folder / "checkpoints" / f"step-{step:08d}").load()
-    tensors, _ = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})
+    tensors, _ = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"], "average": tree["average"]})
     return {name: of_tensor(tensor) for name, tensor in tensors.items()}
 
 

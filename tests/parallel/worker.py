@@ -141,9 +141,10 @@ def of_tensor(tensor: Any) -> str:
 
 
 def tensors_of(job: TrainingRun) -> dict[str, str]:
-    """A hash of every whole tensor of weights and moments, by name."""
+    """A hash of every whole tensor of weights, moments and averages, by name."""
     tree = to_host(capture(job.state, {}))
     tensors, _ = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})
+    tensors |= flatten({"average": tree.get("average", {})})[0]
     return {name: of_tensor(tensor) for name, tensor in tensors.items()}
 
 

@@ -167,6 +167,8 @@ STABILITY = {
         "qknorm=layernorm",
         "qknorm=rmsnorm",
         "softcap=gemma2",
+        "averaging=ema",
+        "averaging=snapshots",
         "qkclip=kimi qkclip.max_logit=0.01 optimizer=muon",
         "init=torch",
         "init=normal",

@@ -86,7 +86,7 @@ def test_the_opening_says_what_is_trained_with_which_settings_and_where(tmp_path
     groups = SHOWN
     choices = (
         dict.fromkeys(groups, "none")
-        | {"softmax": "plain"}
+        | {"softmax": "plain", "norm_placement": "pre"}
         | {"model": "mine", "data": "text", "optimizer": "sgd", "warmup": "linear"}
     )
     config = {group: {} for group in groups} | {"precision": {"fp32_modules": ["head"]}, "optimizer": {"lr": 0.1}}
@@ -187,6 +187,8 @@ def test_a_loss_without_a_unit_is_shown_with_the_other_metrics_and_no_bits():
 
 
 def test_a_classifier_shows_its_accuracy_first():
+    averaged = closed(history=History(val={"val/loss": 0.5, "averaging/val_loss": 0.25}))
+    assert averaged[1] == "average  val loss 0.250, of the averaged weights"
     first = closed(history=History(val={"val/loss": 0.5, "val/accuracy": 0.98765}))[0]
     assert first.startswith("val accuracy 98.77 %, loss 0.500 nats after")
 

@@ -83,6 +83,8 @@ def test_the_bound_has_weights_gradients_moments_and_the_batch():
     assert said(limit=need) == ""
     assert said(limit=need - 1)
     assert said("optimizer=sgd", limit=int(3 * weights.all + 4 * 256)) == ""
+    assert said("averaging=ema", limit=need)
+    assert said("averaging=ema", limit=int(5 * weights.all + 4 * 256)) == ""
     assert said(limit=need, ranks=2, precision="fp32"), "two processes on one machine need twice as much"
     assert said(limit=need // 2 + 1024, precision="bf16_params") == ""
     assert said(limit=need - 1, device="cuda"), "a card holds it all"

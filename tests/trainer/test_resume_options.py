@@ -38,6 +38,7 @@ DEFAULTS = {
 }
 OTHERS = {
     "attention_gate": "none",
+    "averaging": "none",
     "checkpoint": "default",
     "clipping": "norm",
     "determinism": "seeded",

@@ -38,7 +38,7 @@ from stabletrain.trainer.contract import checked
 from stabletrain.trainer.saved import build_model, config_of
 
 
-def export(run: Path, to: str, out: Path | None, *, best: bool, overwrite: bool) -> None:
+def export(run: Path, to: str, out: Path | None, *, best: bool, overwrite: bool, averaged: bool = False) -> None:
     """Writes the model of a run folder or a checkpoint as `to`, and prints what it wrote and how to load it.
 
     Args:
@@ -47,6 +47,7 @@ def export(run: Path, to: str, out: Path | None, *, best: bool, overwrite: bool)
         out: the folder to write; None for one below the run folder.
         best: take the healthy checkpoint with the lowest validation loss.
         overwrite: replace an earlier export in `out`.
+        averaged: take the averaged weights of a run with `averaging`.
 
     Raises:
         ConfigError: there is no usable checkpoint, the model cannot be written so, or `out` holds anything.
@@ -56,15 +57,16 @@ def export(run: Path, to: str, out: Path | None, *, best: bool, overwrite: bool)
     checkpoint = find(run.absolute(), best=best)
     if out is None:
         check_links(checkpoint.path.parent.parent)
-    folder = (out or checkpoint.path.parent.parent / "export" / f"{to}-{checkpoint.path.name}").absolute()
+    name = f"{to}-{checkpoint.path.name}{'-averaged' if averaged else ''}"
+    folder = (out or checkpoint.path.parent.parent / "export" / name).absolute()
     check_place(folder, overwrite=overwrite)
-    trained = trained_of(checkpoint)
+    trained = trained_of(checkpoint, averaged)
     form = format_of(to, trained)
     form.refuse(trained)
     trust.remember_config(trained.config)
     with new_folder(folder, overwrite=overwrite) as hidden:
         written = form.write(trained, hidden)
-    say(report(folder, checkpoint, written))
+    say(report(folder, checkpoint, written, averaged))
 
 
 def check_run(run: Path) -> None:
@@ -100,17 +102,17 @@ def format_of(to: str, trained: Trained) -> Format:
     )
 
 
-def trained_of(checkpoint: Checkpoint) -> Trained:
+def trained_of(checkpoint: Checkpoint, averaged: bool = False) -> Trained:
     """Returns the model of a checkpoint, rebuilt from the configuration of its run."""
     config = config_of(checkpoint)
     choice = Choice.of(config, "model")
     data = Choice.of(config, "data")
-    model, sizes = build_model(checkpoint, choice, data)
+    model, sizes = build_model(checkpoint, choice, data, averaged=averaged)
     origin = {
         "stabletrain": stabletrain.__version__,
         "run": checkpoint.info.get("run"),
         "step": checkpoint.step,
-        "val_loss": checkpoint.val_loss,
+        **({"weights": "averaged"} if averaged else {"val_loss": checkpoint.val_loss}),
     }
 
     def samples() -> Tensor:
@@ -154,9 +156,10 @@ def reads(data: Choice[Any]) -> str:
     return f"inputs are images as the run's data normalises them: (pixels / 255 - mean) / std of each channel{numbers}"
 
 
-def report(folder: Path, checkpoint: Checkpoint, written: Written) -> str:
+def report(folder: Path, checkpoint: Checkpoint, written: Written, averaged: bool = False) -> str:
     """Returns what the command prints: what was written, from where, and how to load it."""
     loss = "" if checkpoint.val_loss is None else f", val loss {checkpoint.val_loss:.4g}"
+    loss = ", the averaged weights" if averaged else loss
     health = "" if checkpoint.healthy else " (NOT healthy: its weights or the steps before it are suspect)"
     place = near(folder)
     lines: list[tuple[str, Any]] = [

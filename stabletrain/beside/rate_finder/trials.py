@@ -21,6 +21,7 @@ from stabletrain.data.batches import ToDevice
 from stabletrain.extension import NoFaults
 from stabletrain.guard.policy import NoGuard
 from stabletrain.machine.determinism import Seeded
+from stabletrain.stability.averaging import NoAveraging
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.schedule import LinearWarmup, NoWarmup
 from stabletrain.step import train_step
@@ -115,10 +116,11 @@ def renew_batch_norm(model: nn.Module, inputs: Iterable[Tensor], precision: Full
 
 
 def short(options: Options, rate: float, steps: int) -> Options:
-    """Returns the options of a run of `steps` steps at a peak learning rate, without guard and faults."""
+    """Returns the options of a run of `steps` steps at a peak learning rate, without guard, faults and averaging."""
     optimizer = replace(options.optimizer, node={**options.optimizer.node, "lr": rate})
     warmup = shortened(options.warmup, options.steps, steps)
-    return replace(options, optimizer=optimizer, warmup=warmup, steps=steps, guard=NoGuard(), faults=NoFaults())
+    off = {"guard": NoGuard(), "faults": NoFaults(), "averaging": NoAveraging()}
+    return replace(options, optimizer=optimizer, warmup=warmup, steps=steps, **off)
 
 
 def shortened(warmup: NoWarmup, total: int, steps: int) -> NoWarmup:

@@ -37,7 +37,7 @@ class Change(NamedTuple):
     """A tensor of the state that changed between two updates.
 
     Attributes:
-        what: `parameter`, `buffer`, or the name of a moment.
+        what: `parameter`, `buffer`, `average`, or the name of a moment.
         name: name of the parameter or buffer.
         words: which part of the tensor changed.
     """
@@ -210,7 +210,7 @@ class StateCheck(NoStateCheck):
         return Sums(at(state), {device: part.sums() for device, part in parts.items()}, parts)
 
     def _tensors(self, state: TrainState) -> dict[str, Tensor]:
-        """Returns weights and moments by `<what> <name>`; of a sharded tensor, this rank's shard."""
+        """Returns weights, moments and averages by `<what> <name>`; of a sharded tensor, this rank's shard."""
         # FSDP replaces a module's shards by gathered weights during a step; the optimizer always holds the shards. So
         # names are looked up before that, and again only if the optimizer gets other parameters.
         held = sum(len(group["params"]) for group in state.optimizer.param_groups)
@@ -220,6 +220,8 @@ class StateCheck(NoStateCheck):
         for name, weight in self._weights.items():
             moments = state.optimizer.state.get(weight, {})
             found |= {f"{what} {name}": value for what, value in moments.items() if isinstance(value, Tensor)}
+        if state.average is not None:
+            found |= {f"average {name}": value for name, value in state.average.tensors.items()}
         return {name: part for name, tensor in found.items() for part in plain(tensor)}
 
 

@@ -121,6 +121,7 @@ ANY = {
     "warmup": ["none", "cosine"],
     "init": ["normal", "fan_in", "torch", "zero_residual"],
     "zloss": ["palm", "olmo"],
+    "averaging": ["ema", "snapshots"],
     "label_smoothing": ["0.1"],
     "grad_accum_steps": ["2"],
     "optimizer.fused": ["false"],

@@ -27,8 +27,8 @@ PANELS: list[dict[str, Any]] = [
         "smooth": True,
         "marks": True,
     },
-    {"title": "Validation loss", "names": ["val/loss"], "far": FAR, "dots": True},
-    {"title": "Validation accuracy", "names": ["val/accuracy"], "dots": True},
+    {"title": "Validation loss", "names": ["val/loss", "averaging/val_loss"], "far": FAR, "dots": True},
+    {"title": "Validation accuracy", "names": ["val/accuracy", "averaging/val_accuracy"], "dots": True},
     {"title": "Gradient norm", "names": ["grad/norm"], "log": True, "smooth": True, "signals": ["grad_norm"]},
     {
         "title": "Spike score",
