@@ -209,7 +209,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     gated = close_gate(computed.terms, computed.norms, checks, tools.parallel, tools.precision, tools.guard.gate)
     gate, loss_scale = gated.gate, tools.precision.loss_scale()
     # The schedule's learning rate for this step number; lower for some steps after a rollback.
-    lr = tools.learning_rate.set_(state.optimizer, state.step, tools.guard.lr_multiplier(state.step))
+    lr = tools.learning_rate.set_(state.optimizer.param_groups, state.step, tools.guard.lr_multiplier(state.step))
     # If the optimizer may give a bad update, copy everything that it may write, before gradients are clipped.
     update = CheckedUpdate(state, tools)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.

@@ -14,8 +14,7 @@ nanochat lowers the decay to 0 in this way (r = 0); DINO (Caron et al., arXiv 21
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from torch.optim import Optimizer
+from typing import Any
 
 from stabletrain.errors import ConfigError
 
@@ -253,26 +252,25 @@ class LearningRate:
         """How the weight decay changes over the run; a user's own schedule may not say, and leaves it constant."""
         return self.schedule.weight_decay if isinstance(self.schedule, Constant) else "constant"
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Lets each step change the weight decay of the optimizer's groups, if it has a schedule.
+    def attach(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Lets each step change the weight decay of an optimizer's parameter groups, if it has a schedule.
 
         Raises:
             ConfigError: no group has a weight decay above 0.
         """
         if self.weight_decay == "constant":
             return
-        decaying = [group for group in optimizer.param_groups if group.get("weight_decay")]
+        decaying = [group for group in groups if group.get("weight_decay")]
         if not decaying:
             raise ConfigError(
-                f"schedule.weight_decay={self.weight_decay} does nothing, because no parameter group of "
-                f"{type(optimizer).__name__} has a weight_decay above 0; fix: schedule.weight_decay=constant, or an "
-                "optimizer with weight decay"
+                f"schedule.weight_decay={self.weight_decay} does nothing, because no parameter group of the optimizer "
+                "has a weight_decay above 0; fix: schedule.weight_decay=constant, or an optimizer with weight decay"
             )
         for group in decaying:
             group |= {PEAK_DECAY: group["weight_decay"], DECAY_WITH_LR: self.weight_decay == "with_lr"}
 
-    def set_(self, optimizer: Optimizer, step: int, lowered: float = 1.0) -> float:
-        """Sets what the number of a step decides in every parameter group; returns the first group's learning rate.
+    def set_(self, groups: Sequence[dict[str, Any]], step: int, lowered: float = 1.0) -> float:
+        """Sets what the number of a step decides in an optimizer's parameter groups; returns the first one's rate.
 
         Momentum and the cosine of the weight decay depend on the step number alone. Weight decay that follows the
         learning rate also follows `lowered`.
@@ -284,14 +282,14 @@ class LearningRate:
         factor = self(step) * lowered
         schedule, done = self.schedule, min(1.0, step / self.total)
         decay = schedule.decay_factor(done) if isinstance(schedule, Constant) else 1.0
-        for group in optimizer.param_groups:
+        for group in groups:
             group.setdefault("peak_lr", group["lr"])
             group["lr"] = group["peak_lr"] * factor
             if PEAK_DECAY in group:
                 group["weight_decay"] = group[PEAK_DECAY] * decay * (factor if group[DECAY_WITH_LR] else 1.0)
             if PEAK_MOMENTUM in group:
                 group["momentum"] = momentum_at(step, self.total, group[PEAK_MOMENTUM], **group[MOMENTUM_SCHEDULE])
-        return optimizer.param_groups[0]["lr"]
+        return groups[0]["lr"]
 
 
 def momentum_at(step: int, total: int, peak: float, low: float, warmup: int, cooldown: int) -> float:

@@ -196,7 +196,7 @@ def build_model(
     if getattr(options.clipping, "clips_updates", False):
         overrides["shows_update"] = True  # the configuration was checked: it is one of this package's optimizers
     optimizer, note = make_optimizer(options.optimizer, model, overrides)
-    LearningRate(options.warmup, options.schedule, options.steps).attach(optimizer)
+    LearningRate(options.warmup, options.schedule, options.steps).attach(optimizer.param_groups)
     state = TrainState(model, optimizer, average=options.averaging.begin(model, options.steps))
     precision.attach(model, state.optimizer)
     options.faults.state(state, precision)

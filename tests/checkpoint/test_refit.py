@@ -159,14 +159,14 @@ def test_a_resume_with_another_weight_decay_or_momentum_has_the_groups_of_a_new_
         torch.manual_seed(0)
         model = GPT(vocab_size=7, block_size=4, n_layer=1, n_head=2, n_embd=8, bias=True)
         optimizer, rate = make(model, **given), LearningRate(LinearWarmup(2), Cosine(weight_decay=schedule), 8)
-        rate.attach(optimizer)
+        rate.attach(optimizer.param_groups)
         return TrainState(model, optimizer), rate
 
     def go(state, rate, steps):
         for step in steps:
             for p in state.model.parameters():
                 p.grad = torch.full_like(p, float(step + 1))
-            rate.set_(state.optimizer, step)
+            rate.set_(state.optimizer.param_groups, step)
             state.optimizer.step()
 
     old, old_rate = begin(**before)
@@ -178,7 +178,7 @@ def test_a_resume_with_another_weight_decay_or_momentum_has_the_groups_of_a_new_
         assert all(torch.equal(value, moments[key]) for key, value in new.optimizer.state[p].items()), name
     unbroken, own_rate = begin(**now)
     for state, its in ((new, rate), (unbroken, own_rate)):
-        its.set_(state.optimizer, 4)
+        its.set_(state.optimizer.param_groups, 4)
     groups = [
         [{k: v for k, v in g.items() if k != "params"} for g in s.optimizer.param_groups] for s in (new, unbroken)
     ]

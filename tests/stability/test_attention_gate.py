@@ -10,7 +10,7 @@ from stabletrain.models.sampling import generate
 from stabletrain.stability.attention_gate import Gate, NoAttentionGate, SigmoidGate
 from stabletrain.stability.init import FanInInit, GPT2Init, NormalInit, SmallInit, TorchInit, ZeroResidualInit
 from stabletrain.stability.optimizers.muon import hidden_matrices
-from stabletrain.stability.parameter_roles import decayed
+from stabletrain.stability.parameter_roles import WeightDecay
 from tests.models.given import small
 
 N_EMBD, N_HEAD = 12, 3
@@ -147,7 +147,7 @@ def test_a_gates_weight_is_a_hidden_matrix_and_decays() -> None:
     model = GPT(vocab_size=8, n_layer=1, bias=True, attention_gate=SigmoidGate("head"))
     projection = model.blocks[0].attention.gate.projection
     assert any(each is projection.weight for each in hidden_matrices(model))
-    with_decay, without = decayed(model, 0.1)
+    with_decay, without = WeightDecay(0.1).groups(model, 1e-3)
     assert any(each is projection.weight for each in with_decay["params"])
     assert any(each is projection.bias for each in without["params"])
 

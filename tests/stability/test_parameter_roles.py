@@ -162,7 +162,9 @@ def test_corrected_decay_shrinks_matrices_by_the_rate_squared_and_the_head_by_th
     start = {name: p.detach().double().clone() for name, p in model.named_parameters()}
     optimizer, rate = kind(**values)(model), LearningRate(LinearWarmup(3), Cosine(0.1), 8)
     for step in range(8):
-        rate.set_(optimizer, step, lowered := 0.5 if step == 4 else 1.0)  # a rollback lowers the rate for a step
+        rate.set_(
+            optimizer.param_groups, step, lowered := 0.5 if step == 4 else 1.0
+        )  # a rollback lowers the rate for a step
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.step()
@@ -172,7 +174,7 @@ def test_corrected_decay_shrinks_matrices_by_the_rate_squared_and_the_head_by_th
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach().double(), start[name], rtol=1e-6, atol=0, msg=name)
     steady = kind(**values)(model)
-    LearningRate(NoWarmup(), Constant(), 8).set_(steady, 3)
+    LearningRate(NoWarmup(), Constant(), 8).set_(steady.param_groups, 3)
     assert {group["weight_decay"] for group in steady.param_groups} == {2.0, 0.0}, "coupled, if the rate stays"
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stabletrain.models.gpt import GPT
 from stabletrain.models.sampling import generate
-from stabletrain.stability.parameter_roles import decayed
+from stabletrain.stability.parameter_roles import WeightDecay
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
 from stabletrain.stability.softmax import PlainSoftmax, SinkSoftmax, with_sink_key
 from tests.models.given import small
@@ -145,7 +145,7 @@ def test_sinks_are_fp32_start_at_0_learn_and_do_not_decay() -> None:
     model = small(softmax=SinkSoftmax()).train()
     sinks = [block.attention.dot_product.sink for block in model.blocks]
     assert all(sink.dtype == torch.float32 and sink.tolist() == [0.0] * 4 for sink in sinks)
-    without = decayed(model, 0.1)[1]["params"]
+    without = WeightDecay(0.1).groups(model, 1e-3)[1]["params"]
     assert all(any(each is sink for each in without) for sink in sinks)
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(torch.arange(12).view(1, 12))

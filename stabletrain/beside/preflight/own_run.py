@@ -82,7 +82,7 @@ def loop_of_run(run: TrainingRun, ranks: int = 1) -> Loop:
     def load(tree: Tree) -> None:
         restore(tree, state, parts)
         # A step sets its rate by its number: until then, show the one that the state was saved with.
-        tools.learning_rate.set_(state.optimizer, max(state.step - 1, 0))
+        tools.learning_rate.set_(state.optimizer.param_groups, max(state.step - 1, 0))
 
     return Loop(
         model=state.model,

@@ -161,17 +161,17 @@ def test_a_restored_optimizer_continues_bitwise(kind):
     apply(second.optimizer, OPEN)  # so that there is something to overwrite
     for step in range(6):
         fill(whole, step)
-        RATE.set_(whole.optimizer, step, 1 / (step + 1))
+        RATE.set_(whole.optimizer.param_groups, step, 1 / (step + 1))
         apply(whole.optimizer, OPEN)
     for step in range(3):
         fill(first, step)
-        RATE.set_(first.optimizer, step, 1 / (step + 1))
+        RATE.set_(first.optimizer.param_groups, step, 1 / (step + 1))
         apply(first.optimizer, OPEN)
     saved = map_tensors(torch.clone, capture(first, {}))
     for target in (second, fresh(kind)):
         restore(saved, target, {})
         for step in range(3, 6):
             fill(target, step)
-            RATE.set_(target.optimizer, step, 1 / (step + 1))
+            RATE.set_(target.optimizer.param_groups, step, 1 / (step + 1))
             apply(target.optimizer, OPEN)
         assert equal(bits(target), bits(whole))

@@ -219,7 +219,7 @@ def test_the_momentum_of_a_step_depends_on_its_number_alone():
     rate = LearningRate(NoWarmup(), Constant(), 10)
 
     def momentum(step):
-        rate.set_(optimizer, step, 0.1)
+        rate.set_(optimizer.param_groups, step, 0.1)
         [hidden] = [group for group in optimizer.param_groups if "ns_steps" in group]
         return hidden["momentum"]
 
