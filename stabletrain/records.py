@@ -510,42 +510,6 @@ class RollbackPlan:
     until: int
 
 
-class Live(NamedTuple):
-    """The live tensors that are averaged.
-
-    Attributes:
-        weights: the parameters, by name.
-        buffers: for each buffer, by name, the buffers of its module: a forward pass may put another tensor there.
-    """
-
-    weights: Mapping[str, Tensor]
-    buffers: Mapping[str, Mapping[str, Any]]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors by name."""
-        found = {name: held[name.rpartition(".")[2]] for name, held in self.buffers.items()}
-        return {**self.weights, **found}
-
-
-@dataclass(frozen=True)
-class Average:
-    """The weights averaged over time (`stability/averaging.py`), which belong to the state.
-
-    Attributes:
-        kind: what averages them; an average of another kind is not restored.
-        tensors: the averages by name, fp32, sharded as the live ones.
-        count: how many weights have entered, 0-d int64 on the device.
-        start: number of steps before the first whose weights may enter.
-        live: what is averaged.
-    """
-
-    kind: str
-    tensors: dict[str, Tensor]
-    count: Tensor
-    start: int
-    live: Live
-
-
 @dataclass
 class TrainState:
     """The state in which a step starts. State and step number determine the step completely.
@@ -560,7 +524,7 @@ class TrainState:
             schedule-free ones): a value that differs from its original is such a count, and belongs to the state.
         tensors: the model's tensors (`model_tensors.py`), kept here so that no step walks the tree of modules.
         counts: numbers of valid targets, as 0-d tensors on the device.
-        average: the weights averaged over time; None without `averaging`.
+        average: the weights averaged over time (an `Average` of `stability/averaging.py`); None without `averaging`.
     """
 
     model: nn.Module
@@ -571,7 +535,7 @@ class TrainState:
     options: list[dict[str, Any]] = field(init=False)
     tensors: Any = field(default=None, init=False, repr=False, compare=False)
     counts: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    average: Average | None = field(default=None, repr=False)
+    average: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         known, simple = self.optimizer.defaults, bool | int | float | str | None

@@ -19,10 +19,10 @@ in a pass over training data, which every evaluation here would need.
 A withheld step does not enter: the average is written by a kernel that knows the gate.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,8 +30,44 @@ from torch import Tensor, nn
 
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError
-from stabletrain.records import Average, Live, TrainState
+from stabletrain.records import TrainState
 from stabletrain.stability.optimizers.gated import subtract_
+
+
+class Live(NamedTuple):
+    """The live tensors that are averaged.
+
+    Attributes:
+        weights: the parameters, by name.
+        buffers: for each buffer, by name, the buffers of its module: a forward pass may put another tensor there.
+    """
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Mapping[str, Any]]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors by name."""
+        found = {name: held[name.rpartition(".")[2]] for name, held in self.buffers.items()}
+        return {**self.weights, **found}
+
+
+@dataclass(frozen=True)
+class Average:
+    """The weights averaged over time, which belong to the state.
+
+    Attributes:
+        kind: what averages them; an average of another kind is not restored.
+        tensors: the averages by name, fp32, sharded as the live ones.
+        count: how many weights have entered, 0-d int64 on the device.
+        start: number of steps before the first whose weights may enter.
+        live: what is averaged.
+    """
+
+    kind: str
+    tensors: dict[str, Tensor]
+    count: Tensor
+    start: int
+    live: Live
 
 
 @dataclass(frozen=True)

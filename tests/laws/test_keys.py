@@ -634,7 +634,7 @@ def test_every_option_file_opens_with_a_line_that_says_what_and_when():
 
 
 def test_every_group_can_be_switched_off_by_a_real_object():
-    off = {"none", "off", "disabled", "constant", "torch", "fp32", "pre"}
+    off = {"none", "off", "disabled", "constant", "torch", "fp32", "pre", "plain"}
     for group in set(GROUPS) - {
         "model",
         "data",
