@@ -127,9 +127,13 @@ def _trust_nothing(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _compose_once():
-    """Has Hydra keep what it read and merged, and runs what they compute alike each time."""
+def _compose_once(tmp_path_factory):
+    """Has Hydra keep what it read and merged, for all processes; and runs what they compute alike each time."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "composed"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        composing.remember(patch)
+        patch.setenv(composing.FOLDER, str(folder))  # for the server of forks
+        composing.remember(patch, folder)
         building.remember(patch)
         yield

@@ -1,5 +1,8 @@
 """What tests keep of Hydra's work is what Hydra composes."""
 
+import subprocess
+import sys
+
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
@@ -7,7 +10,7 @@ from omegaconf import OmegaConf
 
 from stabletrain.config import composed as config
 from tests import composing, runs
-from tests.runs import CONF
+from tests.runs import CONF, ROOT, TINY_GPT, command
 
 LINES = [
     [],
@@ -47,6 +50,18 @@ def test_the_defaults_that_are_kept_are_those_that_are_composed(overrides):
         assert first == config.defaults() == config.defaults.__wrapped__()
         first["steps"] = "spoilt"
         assert config.defaults()["steps"] != "spoilt"
+
+
+@pytest.mark.slow
+def test_forks_compose_what_a_fresh_process_does(tmp_path):
+    typed = [*TINY_GPT, "clipping=zclip", "optimizer.lr=0.02", "--cfg", "all", "--resolve"]
+    fresh = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *typed], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    timeless = [line for line in fresh.stdout.splitlines() if not line.startswith("    dir: ")]
+    assert len(timeless) > 300
+    for fork in (command(*typed, cwd=tmp_path), command(*typed, cwd=tmp_path)):  # computes it, reads it
+        assert [line for line in fork.stdout.splitlines() if not line.startswith("    dir: ")] == timeless
 
 
 def test_an_option_that_a_test_has_changed_is_read_again(tmp_path):

@@ -27,11 +27,18 @@ def torchrun(count: int, *arguments: str) -> list[str]:
 
 
 def start(count: int, *arguments: str, cwd: Path, forks: bool = True) -> subprocess.Popen:
-    """torchrun as a process group of its own, so that nothing of it is left behind; it and its ranks may be forks."""
+    """A fork of torchrun as a process group of its own, so that nothing of it is left behind.
+
+    Args:
+        count: the number of ranks.
+        arguments: what each of them runs, as `python arguments...`.
+        cwd: the working folder.
+        forks: whether the ranks are forks, too; else they are fresh interpreters.
+    """
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     shims = forkserver.shims() if forks else {}
     return subprocess.Popen(
-        [shims.get("PYTHON_EXEC", sys.executable), *torchrun(count, *arguments)[1:]],
+        [forkserver.python(), *torchrun(count, *arguments)[1:]],
         cwd=cwd,
         env={**os.environ, **shims, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
@@ -111,15 +118,35 @@ class OnDemand(Mapping[str, dict[str, Any]]):
         return len(self._names)
 
 
-def on_demand(place: Path, count: int, cases: Mapping[str, Any]) -> list[OnDemand]:
-    """Results on each rank of the cases that the selected tests ask for; a case's folder is `place / name`."""
+def on_demand(
+    place: Path, count: int, cases: Mapping[str, Any], together: Sequence[Sequence[str]] = ()
+) -> list[OnDemand]:
+    """Results on each rank of the cases that the selected tests ask for.
+
+    Args:
+        place: folder of the run folders, each named like its case, and of `launches`, which holds what ranks print.
+        count: the world size.
+        cases: by name.
+        together: names of cases that one launch runs when the first of them is asked for: half of a short run's time
+            goes by before its first step.
+    """
 
     @cache
+    def launched(*names: str) -> list[dict[str, Any]]:
+        chosen = {name: {**cases[name], "folder": str(place / name)} for name in names}
+        return performed(place / "launches" / names[0].replace("/", "-"), count, chosen)
+
     def seen(name: str) -> list[dict[str, Any]]:
-        case = {**cases[name], "folder": str(place / name)}
-        return performed(place / "launches" / name.replace("/", "-"), count, {name: case})
+        return launched(*next((names for names in together if name in names), (name,)))
 
     return [OnDemand(rank, cases.keys(), lambda name: [each[name] for each in seen(name)]) for rank in range(count)]
+
+
+def printed(place: Path, name: str, rank: int) -> str:
+    """What a rank printed while it ran a case of `on_demand`."""
+    texts = [file.read_text() for file in place.glob(f"launches/*/rank{rank}.out")]
+    (text,) = [text for text in texts if f"case {name}\n" in text]
+    return text.partition(f"case {name}\n")[2].partition("\ncase ")[0]
 
 
 def forked(count: int, *argv: str, cwd: Path, logs: Path) -> None:

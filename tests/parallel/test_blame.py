@@ -58,11 +58,18 @@ CASES |= {
 }
 
 
+ESSENTIAL = (("ddp", "gradient", 1),)
+TOGETHER = [
+    [name for name in CASES if name.startswith(parallel) and name != "-".join(map(str, ESSENTIAL[0]))]
+    for parallel in ("ddp", "fsdp")
+]
+
+
 @pytest.fixture(scope="module")
 def seen(shared_place):
     """What each rank saw, and the place of the run folders."""
     place = shared_place / "blame"
-    return on_demand(place, 2, CASES), place
+    return on_demand(place, 2, CASES, TOGETHER), place
 
 
 def incident(seen, name):
@@ -77,9 +84,6 @@ def incident(seen, name):
     found = json.loads((folder / "diagnosis.json").read_text())
     assert [event["cause"] for event in events if event["event"] == "incident"] == [found["cause"]]
     return found, (folder / "report.md").read_text()
-
-
-ESSENTIAL = (("ddp", "gradient", 1),)
 
 
 @pytest.mark.slow(unless=lambda parallel, kind, rank: (parallel, kind, rank) in ESSENTIAL)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stabletrain.tracking.metrics import read_jsonl
-from tests.parallel.launches import finish, on_demand, start
+from tests.parallel.launches import finish, on_demand, printed, start
 from tests.parallel.test_one_rank_fault import seed_for
 from tests.runs import ROOT, TINY_GPT
 
@@ -71,6 +71,12 @@ CASES["fsdp-label_memory"] = {"overrides": CASES["fsdp-label_small"]["overrides"
 CASES["fsdp-samples-1"] = {"overrides": [*FAULTS["label"], "parallel=fsdp"], "broken": ["samples", 1]}
 
 ESSENTIAL = (("fsdp", "receive", 1),)
+OTHERS = [name for name in CASES if name not in {name_of(*case) for case in BROKEN}]
+TOGETHER = [
+    [name for name in names if name.startswith(parallel)]
+    for names in ([name_of(*case) for case in PAIRED if case not in ESSENTIAL], OTHERS)
+    for parallel in ("fsdp", "ddp")
+]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,7 @@ def place(shared_place):
 
 @pytest.fixture(scope="module")
 def two(place):
-    return on_demand(place, 2, CASES)
+    return on_demand(place, 2, CASES, TOGETHER)
 
 
 def events(place, name, kind):
@@ -106,7 +112,7 @@ def test_an_error_on_one_rank_leaves_the_incident_and_the_run_goes_on(two, place
     assert event["step"] == AT + 1
     assert event["reason"].startswith(f"rank {rank}: {DECLINED[part]}")
     assert not events(place, name, "incident")
-    out = [(place / "launches" / name / f"rank{number}.out").read_text() for number in (0, 1)]
+    out = [printed(place, name, number) for number in (0, 1)]
     line = f"step {AT + 1}: this incident is not investigated: {event['reason']}"
     assert [text.count(line) for text in out] == [1, 0], "one line, of the main process"
     assert both[0]["calls"] == both[1]["calls"], "the ranks gather together or not at all"

@@ -177,6 +177,7 @@ DISTURBED = """
 import atexit, runpy, sys, threading, time, torch
 
 def work():
+    threading.main_thread().join()  # at the end of the process: until then, they would only take its time
     a = torch.ones(100)
     while True:
         a + a  # needs the interpreter again after each sum, as a thread of gloo's does that lets a tensor go

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from tests.reliability.foresight.cases import all_cases
 from tests.reliability.foresight.fit import logistic
@@ -46,11 +47,14 @@ def loss(each: Watched) -> list[float]:
 def cusum(each: Watched) -> list[float]:
     """Returns the cumulative sum of the loss."""
     values = finite(each.run.recording["stepwise"][:, 0])
+    begin = [values[:number] for number in range(min(200, len(values)))]
+    whole = sliding_window_view(values, 200)[:-1] if len(values) > 200 else np.empty((0, 200))  # before each later step
+    means = [*(before.mean() if len(before) else 0.0 for before in begin), *whole.mean(axis=1)]
+    deviations = [*(before.std() if len(before) else 0.0 for before in begin), *whole.std(axis=1)]
     total, sums = 0.0, []
     for number, value in enumerate(values):
-        before = values[max(0, number - 200) : number]
-        if len(before) >= 20:
-            total = max(0.0, total + (value - before.mean()) / max(before.std(), 1e-9) - 0.5)
+        if number >= 20:
+            total = max(0.0, total + (value - means[number]) / max(deviations[number], 1e-9) - 0.5)
         sums.append(total)
     return [max(sums[a:b], default=0.0) for a, b in spans(each)]
 

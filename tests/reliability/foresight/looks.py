@@ -1,12 +1,12 @@
 """The forecast's view of a recorded run: heights of all signals at each look, and the crossings that really came."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from stabletrain.beside.forecast.forecast import Forecast
-from stabletrain.beside.forecast.model import Model, Outlook, outlook
+from stabletrain.beside.forecast.model import Model, Outlook, features, outlook
 from stabletrain.beside.forecast.series import Heights, Key
 from tests.reliability.foresight.cases import all_cases
 from tests.reliability.foresight.events import Run, crossings, runs_of
@@ -30,10 +30,17 @@ class Watched:
     steps: tuple[int, ...]
     heights: tuple[Heights, ...]
     crossed: dict[Key, int]
+    _levels: dict[tuple, list[Outlook]] = field(default_factory=dict, compare=False)
 
     def outlooks(self, model: Model) -> list[Outlook]:
-        """Returns what a model foretells at each look."""
-        return [outlook(each, model) for each in self.heights]
+        """Returns what a model foretells at each look. The levels depend on its healthy values alone: computed once."""
+        healthy = tuple(model.healthy.items())
+        if healthy not in self._levels:
+            self._levels[healthy] = [outlook(each, model) for each in self.heights]
+        return [
+            replace(each, probability=model.probability(features(each.levels, each.ahead)))
+            for each in self._levels[healthy]
+        ]
 
 
 def watch(recordings: Iterable[Recording]) -> list[Watched]:
