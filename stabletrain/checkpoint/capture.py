@@ -62,7 +62,7 @@ def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
         "skipped": [list(span) for span in state.skipped],
         "tick": state.executed_steps,
         "parts": {name: part.state_dict() for name, part in parts.items()},
-        **_capture_average(state),
+        **({} if state.average is None else {"average": state.average.captured()}),
     }
 
 
@@ -98,7 +98,8 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
     whole = {name: _like(live[name], v) if isinstance(v, Tensor | Piece) else v for name, v in tree["model"].items()}
     state.model.load_state_dict(whole)
     _restore_optimizer(tree["optimizer"], state)
-    _restore_average(tree.get("average"), state)
+    if state.average is not None:
+        state.average.restore(tree.get("average"), _like)
     state.step = tree["step"]
     state.skipped = [(start, stop) for start, stop in tree["skipped"]]
     state.executed_steps = tree.get("tick", tree["step"])  # older checkpoints have no "tick"
@@ -176,31 +177,6 @@ def _restore_optimizer(tree: Tree, state: TrainState) -> None:
                 del live[key]
             for key, value in values.items():
                 live[key] = _copy_into(live.get(key), value, _home(key, parameter, group), parameter)
-
-
-def _capture_average(state: TrainState) -> Tree:
-    average = state.average
-    if average is None:
-        return {}
-    return {"average": {"kind": average.kind, "count": average.count, "tensors": dict(average.tensors)}}
-
-
-@torch.no_grad()
-def _restore_average(saved: Tree | None, state: TrainState) -> None:
-    """Restores the average; empties it if none was saved, or that of another kind or of other tensors."""
-    if (average := state.average) is None:
-        return
-    if saved is None or saved["kind"] != average.kind or _shapes(saved["tensors"]) != _shapes(average.tensors):
-        for tensor in (*average.tensors.values(), average.count):
-            tensor.zero_()
-        return
-    for name, tensor in average.tensors.items():
-        tensor.copy_(_like(tensor, saved["tensors"][name]))
-    average.count.copy_(saved["count"])
-
-
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _home(key: str, parameter: Tensor, group: dict[str, Any]) -> torch.device:

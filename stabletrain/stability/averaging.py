@@ -19,7 +19,7 @@ in a pass over training data, which every evaluation here would need.
 A withheld step does not enter: the average is written by a kernel that knows the gate.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -68,6 +68,31 @@ class Average:
     count: Tensor
     start: int
     live: Live
+
+    def captured(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds; its tensors are the live ones."""
+        return {"kind": self.kind, "count": self.count, "tensors": dict(self.tensors)}
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Any] | None, like: Callable[[Tensor, Any], Tensor]) -> None:
+        """Restores what was captured; empties the average if nothing was, or one of another kind or of other tensors.
+
+        Args:
+            saved: from a checkpoint.
+            like: returns a saved tensor in the form of a live one, which may be sharded.
+        """
+        if saved is None or saved["kind"] != self.kind or shapes(saved["tensors"]) != shapes(self.tensors):
+            for tensor in (*self.tensors.values(), self.count):
+                tensor.zero_()
+            return
+        for name, tensor in self.tensors.items():
+            tensor.copy_(like(tensor, saved["tensors"][name]))
+        self.count.copy_(saved["count"])
+
+
+def shapes(tensors: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """Returns the shape of each tensor."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
