@@ -156,8 +156,19 @@ WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *HALT_KEYS, *UNRECOR
 ADDED_GROUPS = {"softmax": "plain", "attention_gate": "none", "norm_placement": "pre", "averaging": "none"}
 """Groups that older runs do not have, and the option that computes what they computed."""
 
-ADDED_KEYS = {"model.swiglu_limit": None}
-"""Keys that the models of older runs do not have, and the value with which they compute the same."""
+ADDED_KEYS: dict[str, Any] = {
+    "model.swiglu_limit": None,
+    "optimizer.no_decay": ["norms", "biases", "scalars", "embeddings"],
+    "optimizer.cautious_decay": False,
+    "optimizer.scale": "match_rms",
+    "optimizer.per_head": False,
+    "optimizer.momentum_low": 0.85,
+    "optimizer.momentum_warmup": 0,
+    "optimizer.momentum_cooldown": 0,
+    "schedule.weight_decay": "constant",
+    "schedule.weight_decay_final_ratio": 0.0,
+}
+"""Keys that the options of older runs do not have, and the value with which they compute the same."""
 
 RENAMED_PARTS = (
     *("model.qknorm.", "model.softcap.", "model.qkclip.", "model.softmax."),
@@ -212,13 +223,21 @@ def row_of(key: str, before: Any, now: Any) -> Row:
     return row_of_option(key, str(before), str(now)) if key in GROUPS else row_of_key(key)
 
 
+def values_before(before: Settings, now: Settings) -> dict[str, Any]:
+    """Returns each group's option and each key's value in `before`, also of those that are newer than the run."""
+    options = before.options()
+    same = {group for group, option in now.choices.items() if options.get(group) == option}
+    added = {key: value for key, value in ADDED_KEYS.items() if key.partition(".")[0] in same}
+    return added | before.flat() | options
+
+
 def changed_keys(before: Settings, now: Settings) -> dict[str, list[Any]]:
     """Returns the groups and keys that differ, each as `[before, now]`; None where an option did not have the key.
 
     Leaves out `_target_` and keys that only one of both has, which differ between versions of stabletrain. But if an
     option was changed, all its keys are there, because each option has its own.
     """
-    old = ADDED_KEYS | before.flat() | before.options()
+    old = values_before(before, now)
     new = now.flat() | now.options()
     options = {group for group, option in now.choices.items() if old.get(group, option) != option}
     return {
@@ -253,7 +272,7 @@ def recorded_settings(folder: Path, step: float) -> Settings | None:
         assert isinstance(values, dict)
         for change in record.get("changes", []):
             for key, (_, value) in change["keys"].items() if change["step"] < step else ():
-                if key in choices:
+                if key in choices or key in ADDED_GROUPS:
                     choices[key] = value
                 else:
                     set_value(values, key.split("."), value)

@@ -28,6 +28,7 @@ from stabletrain.config.resuming import (
     row_of,
     settings,
     steps_of_changes,
+    values_before,
 )
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks, run_on_main
@@ -204,8 +205,8 @@ class Resumption(NoResumption):
         before, keys = self.before(checkpoint), self.changes(checkpoint)
         assert before is not None
         assert self._fresh is not None
-        flat = before.flat() | before.options()
-        changed = Changed(keys, [key for key in keys if key in flat])
+        had = values_before(before, self._settings)
+        changed = Changed(keys, [key for key in keys if key in had])
         names = missing(tree, self._state)
         options = {key for key, (old, now) in keys.items() if row_of(key, old, now).kind == NEW_STATE}
         parts = options & {*PARTS}

@@ -128,6 +128,39 @@ def test_an_older_run_without_a_group_or_key_had_what_computes_the_same(begun, t
     assert changes == {"model.mlp": ["gelu", "swiglu"], "model.swiglu_limit": [None, 7]}
 
 
+def test_a_new_key_of_an_old_option_is_a_change_of_an_older_run(begun):
+    with composed(*TINY_GPT, "steps=10") as cfg:
+        older = settings(cfg, HydraConfig.get().runtime.choices)
+    for name in ("no_decay", "cautious_decay"):
+        del older.values["optimizer"][name]
+    for name in ("weight_decay", "weight_decay_final_ratio"):
+        del older.values["schedule"][name]
+    typed = ["optimizer.cautious_decay=true", "optimizer.no_decay=[norms]", "schedule.weight_decay=cosine"]
+    for overrides in ([], typed):
+        with composed(*TINY_GPT, "steps=10", *overrides) as cfg:
+            now = settings(cfg, HydraConfig.get().runtime.choices)
+        changes = resuming.changed_keys(older, now)
+        assert set(changes) == {override.partition("=")[0] for override in overrides}
+        assert set(changes) <= set(resuming.values_before(older, now)), "so the user is shown them"
+
+
+def test_a_group_that_is_newer_than_the_run_is_recorded_as_an_option(begun, tmp_path):
+    """A run without `averaging` is resumed with it: its settings at a later step are those of the resumed run."""
+    shutil.copytree(begun, tmp_path / "run")
+    hydra = OmegaConf.load(tmp_path / "run/.hydra/hydra.yaml")
+    del hydra.hydra.runtime.choices.averaging
+    OmegaConf.save(hydra, tmp_path / "run/.hydra/hydra.yaml")
+    recorded = OmegaConf.load(tmp_path / "run/.hydra/config.yaml")
+    del recorded.averaging
+    OmegaConf.save(recorded, tmp_path / "run/.hydra/config.yaml")
+    change = {"step": 4, "keys": {"averaging": ["none", "ema"], "averaging.decay": [None, 0.99]}}
+    (tmp_path / "run/run.json").write_text(json.dumps({"changes": [change]}))
+    early, late = (resuming.recorded_settings(tmp_path / "run", step) for step in (4, 7))
+    assert early.options()["averaging"] == "none"
+    assert late is not None, "its record is not damaged"
+    assert (late.options()["averaging"], late.values["averaging"]["decay"]) == ("ema", 0.99)
+
+
 def test_a_checkpoint_stands_for_the_run_that_wrote_it(begun, tmp_path):
     typed = [*TINY_GPT, f"resume={begun}/checkpoints/step-00000004", "model.n_embd=32"]
     with composed(*typed) as cfg, pytest.raises(ConfigError, match="has model.n_embd=16"):
