@@ -140,6 +140,18 @@ def test_stored_runs_read_as_they_did(capsys, file, typed):
 
 
 @pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("override", ["softmax=sink", "attention_gate=sigmoid"])
+def test_a_part_newer_than_the_incident_is_tried(capsys, override):
+    assert f"with {override}" in told(capsys, "replay", "incident/incidents/step-00000002", override)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_group_newer_than_the_incident_that_acts_in_no_step_is_refused_as_such(capsys):
+    assert stabletrain(["replay", "incident/incidents/step-00000002", "averaging=ema"]) == 2
+    assert "averaging=ema does not affect one step's forward and backward" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("place")
 def test_an_incident_is_replayed(capsys):
     found = json.loads(told(capsys, "replay", "incident/incidents/step-00000002", "--json"))
     expected = json.loads((EXPECTED / "replay.json").read_text())

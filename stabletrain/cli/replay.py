@@ -42,12 +42,14 @@ from stabletrain.forensics.user_code import compare
 from stabletrain.guard import NoGuard
 from stabletrain.guard.saved_step import replay_loop_step
 from stabletrain.machine import hardware
+from stabletrain.models.gpt import GPT
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import conf_folder
 from stabletrain.records import TrainState
 from stabletrain.stored.json_files import Count, DamagedFile, check_type
 from stabletrain.tools import Tools
 from stabletrain.trainer.contract import TakeLogits, vocabulary
+from stabletrain.trainer.init_from import ADDED
 from stabletrain.trainer.options import StepOptions
 from stabletrain.trainer.options import read as read_options
 from stabletrain.trainer.saved import open_sizes, sizes_in
@@ -75,13 +77,13 @@ def overridden_config(
     Raises:
         ConfigError: an override cannot be parsed, is unknown, or does not affect a step's forward and backward.
     """
+    choices = {**ADDED_GROUPS, **choices}
     everything = parsed(overrides, config_dir)
     groups = [override for override in overrides if key_of(override) in choices]
     for override in overrides:
         if (group := key_of(override)) in OF_WEIGHTS:
             fix = "override its keys" if group == "model" else "omit it"
-            option = choices.get(group, ADDED_GROUPS.get(group))
-            raise ConfigError(f"{override}: the incident's weights are of {group}={option}; {fix}")
+            raise ConfigError(f"{override}: the incident's weights are of {group}={choices[group]}; {fix}")
         root = key_of(override).partition(".")[0]
         if root not in (*ACTING, *PRESETS, "device") and root in [*choices, *recorded]:
             raise ConfigError(
@@ -227,7 +229,7 @@ class RecordedConfig(Recorded, total=False):
 
 
 def recorded_config(folder: Path, found: dict[str, Any]) -> DictConfig:
-    """Returns an incident's configuration, with today's paths.
+    """Returns an incident's configuration, with today's paths and keys.
 
     Raises:
         DamagedFile: it is not the configuration of a run.
@@ -241,6 +243,9 @@ def recorded_config(folder: Path, found: dict[str, Any]) -> DictConfig:
         reason = str(error).partition("\n")[0]
         raise DamagedFile(f"{folder / files.STEP} is damaged: its configuration: {reason}") from error
     trust.check_config(found, folder / files.STEP)
+    if cfg.model.get("_target_") == f"{GPT.__module__}.{GPT.__qualname__}":
+        for key in ADDED.keys() - cfg.model.keys():
+            cfg.model[key] = ADDED[key]
     return cfg
 
 
