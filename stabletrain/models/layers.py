@@ -7,6 +7,8 @@
 QK-clip, softmax and gate are objects passed to the attention.
 """
 
+from inspect import signature
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -172,6 +174,12 @@ class DotProduct(nn.Module):
 
     def __init__(self, softcap: NoSoftcap, dropout: float, sink: nn.Parameter | None = None) -> None:
         super().__init__()
+        known = signature(softcap.attend).parameters.values()
+        if sink is not None and not any(each.name == "sink" or each.kind is each.VAR_KEYWORD for each in known):
+            raise ConfigError(
+                f"softmax: {type(softcap).__name__}.attend() takes no sink, and this softmax has one; fix: "
+                "softmax=plain, or add the argument, see NoSoftcap.attend"
+            )
         self.softcap = softcap
         self.dropout = dropout
         self.sink = sink

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.models.sampling import generate
 from stabletrain.stability.parameter_roles import WeightDecay
@@ -151,3 +152,13 @@ def test_sinks_are_fp32_start_at_0_learn_and_do_not_decay() -> None:
         logits = model(torch.arange(12).view(1, 12))
     nn.functional.cross_entropy(logits[0, :-1].float(), torch.arange(1, 12)).backward()
     assert all(sink.grad is not None and sink.grad.all() for sink in sinks)
+
+
+def test_a_users_softcap_that_takes_no_sink_is_refused_by_name() -> None:
+    class Own(NoSoftcap):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float) -> Tensor:
+            raise NotImplementedError
+
+    small(softcap=Own())
+    with pytest.raises(ConfigError, match=r"Own.attend\(\) takes no sink.*fix: softmax=plain"):
+        small(softcap=Own(), softmax=SinkSoftmax())
