@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
+from stabletrain.config.rules import CHOSEN_PARTS
 from stabletrain.guard.checks.update_check import replays_exactly
 from stabletrain.guard.checks.written import kept_outside
 from stabletrain.models.sampling import generate
@@ -40,7 +41,7 @@ def opening(
         option_text(group, choices[group], {**config[group], **resolved.get(group, {})})
         + (tools.guard.note if group == "guard" else "")
         for group in SHOWN
-        if choices[group] not in ("none", "plain", "pre")
+        if choices[group] != CHOSEN_PARTS.get(group, "none")
     ]
     return "\n".join(
         [
@@ -118,8 +119,7 @@ def relative_path(folder: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 
 
-PARTS = ("qknorm", "softcap", "qkclip", "softmax", "attention_gate", "norm_placement")
-SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", *PARTS, "averaging", "faults")
+SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", *CHOSEN_PARTS, "averaging", "faults")
 """Config groups shown in the opening's second line, unless their option does nothing."""
 
 FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient", "attention_cap", "max_logit")
