@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stabletrain.config.arguments import LAUNCH_VARIABLE, parse_arguments
+from stabletrain.config.rules import CHOSEN_PARTS
 from stabletrain.errors import ConfigError
 from stabletrain.guard.policy import NoGuard, RollbackGuard, SkipGuard
 from stabletrain.records import TrainState
@@ -86,7 +87,7 @@ def test_the_opening_says_what_is_trained_with_which_settings_and_where(tmp_path
     groups = SHOWN
     choices = (
         dict.fromkeys(groups, "none")
-        | {"softmax": "plain", "norm_placement": "pre"}
+        | CHOSEN_PARTS
         | {"model": "mine", "data": "text", "optimizer": "sgd", "warmup": "linear"}
     )
     config = {group: {} for group in groups} | {"precision": {"fp32_modules": ["head"]}, "optimizer": {"lr": 0.1}}
@@ -139,7 +140,7 @@ def test_only_a_busy_cpu_is_noted_with_what_would_help(load, cores, threads, bat
     ],
 )
 def test_the_opening_says_from_when_on_the_window_judges_spikes_and_how_often_the_state_is_checked(guard, text):
-    choices = dict.fromkeys(SHOWN, "none") | {"model": "mine", "data": "text", "guard": "skip"}
+    choices = dict.fromkeys(SHOWN, "none") | CHOSEN_PARTS | {"model": "mine", "data": "text", "guard": "skip"}
     config = {group: {} for group in (*SHOWN, "precision")}
     tools = build_tools(FP32, guard=guard, learning_rate=LearningRate(LinearWarmup(None), Constant(), 2000))
     lines = opening(choices, config, nn.Linear(4, 3), object(), tools, "CPU", "run").splitlines()
