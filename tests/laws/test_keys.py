@@ -62,6 +62,7 @@ WITH = {
         "grad_accum_steps=2",
     ],
     "experiment=lr_sensitivity": SMALL_GPT,
+    "experiment=catalogue": [*SMALL_GPT, "checkpoint=default", "forecast=default", "wandb=offline"],
     "experiment=foretold": [*SMALL_GPT, "warmup.steps=2"],
     "experiment=healed": [*SMALL_GPT, "warmup.steps=2"],
     "experiment=resnet_digits": ["model.depth=8"],
