@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("catalogue")
     for name in SHIFT:
         for number, (rate, seed) in enumerate(itertools.product(RATES, SEEDS)):
-            logit = (20 if name == HELPS else 80) * (1 + rate)
+            logit = {HELPS: 20, WORSE: 160}.get(name, 80) * (1 + rate)
             diverged = (name, rate, seed) == (WORSE, 1e-1, 1)
             write(
                 folder / "screen" / name.replace(" ", "_") / str(number),
@@ -91,6 +91,8 @@ def test_the_pages_say_what_is_told_apart_and_what_is_not(runs, tmp_path):
     assert f"| {HELPS} | `qknorm=layernorm` | -0.2 (" in high
     assert advice.endswith(f"more runs diverged\n\n{WORSE} (1 more).\n")
     assert f"| {HELPS} | `qknorm=layernorm` | -2 (" in logits
+    assert f"For the worse: {WORSE} (+1 (" in logits
+    assert f"| {WORSE}" not in logits
     assert "No knob of the screen changes this for the better." in drift
     assert (tmp_path / "catalogue.svg").read_bytes().startswith(b"<?xml")
 

@@ -401,3 +401,20 @@ def test_what_could_average_nothing_is_refused(make, message):
 
 def test_no_averaging_has_no_state():
     assert NoAveraging().begin(nn.Linear(1, 1), 5) is None
+
+
+@pytest.mark.parametrize("other", [None, (Snapshots(1, 0.0), 2), (EMA(1, 0.9, 1.0), 3)], ids=["none", "kind", "shapes"])
+def test_what_belongs_to_another_average_empties_it(other):
+    def filled(kind, size):
+        average = kind.begin(nn.Linear(size, 1), 5)
+        for tensor in (*average.tensors.values(), average.count):
+            tensor.fill_(7)
+        return average
+
+    average = filled(EMA(1, 0.9, 1.0), 2)
+    average.restore(other and filled(*other).captured(), lambda live, saved: saved)
+    assert not average.count
+    assert not any(tensor.any() for tensor in average.tensors.values())
+    average.restore(filled(EMA(1, 0.5, 1.0), 2).captured(), lambda live, saved: saved)
+    assert average.count == 7
+    assert all((tensor == 7).all() for tensor in average.tensors.values())
