@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TRAIN = (sys.executable, str(ROOT / "train.py"))
-LIMIT = 300.0
+LIMIT = 240.0
 """Seconds after which a command is aborted."""
 
 

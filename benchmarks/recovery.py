@@ -15,6 +15,7 @@ Each cost is divided by the median time of steps taken in the same turn of the s
 With `--clock cpu`, the time of the checkpoint thread counts too.
 """
 
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -148,7 +149,10 @@ def resumed(folder: Path, overrides: Sequence[str], rounds: int) -> dict[str, li
         "eval_batches=1",
     )
     old = folder / "old"
-    to_a_step((*command, f"hydra.run.dir={old}", "checkpoint.every=2"), folder, old / "events.jsonl", 2)
+    saving = ("checkpoint.every=2", "checkpoint.keep=1000")
+    to_a_step((*command, f"hydra.run.dir={old}", *saving), folder, old / "events.jsonl", 2)
+    for later in sorted((old / "checkpoints").glob("step-*"))[1:]:  # saved before the run was killed
+        shutil.rmtree(later)
     metrics, kept = old / "metrics.jsonl", '{"step": 2, "tick": 2}\n'
 
     def start(number: int) -> float:

@@ -52,6 +52,18 @@ def test_a_benchmark_writes_what_it_promises(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_a_run_that_is_killed_late_is_resumed_from_the_same_step(benchmark, tiny, tmp_path, monkeypatch):
+    recovery, to_a_step = benchmark("recovery"), benchmark("first_step").to_a_step
+
+    def late(command, cwd, file, step=1):
+        return to_a_step(command, cwd, file, 6 if file.name == "events.jsonl" else step)
+
+    monkeypatch.setattr(recovery, "to_a_step", late)
+    monkeypatch.setattr(benchmark("first_step"), "LIMIT", 60.0)
+    found = recovery.resumed(tmp_path, tiny, 1)
+    assert [*map(len, found.values())] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "shows_in", "not_in"),
     [

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from stabletrain.beside.comparison import frame
 from stabletrain.beside.status import standings
 from stabletrain.tracking.metrics import read_jsonl
+from tests.beside.slurm.paced import paced
 from tests.beside.slurm.stand_ins import stand_in
 from tests.once import once
 from tests.runs import TINY_GPT, command
@@ -22,7 +23,10 @@ SAME = ["run", "status", "steps", "val_loss", "best_val_loss", "skips", "setting
 """Columns of a comparison that are equal for two runs of the same sweep."""
 
 LONG = [*TINY_GPT, "steps=500", "checkpoint.every=50", "log_every=5", "eval_every=500"]
-"""A run with about ten seconds of steps."""
+"""A run that is stopped between its steps."""
+
+SLOWLY = [*LONG, *paced(0.02)]
+"""The same run, with ten seconds of steps at least."""
 
 ENDLESS = [*TINY_GPT, "steps=1000000", "warmup.steps=10", "eval_every=1000000", "log_every=5"]
 
@@ -72,7 +76,7 @@ def again(cluster, job):
 
 def test_a_job_that_queues_again_ends_as_if_it_had_run_through(cluster, whole, tmp_path):
     run = tmp_path / "run, with a [name] of 100%"
-    job = cluster.launch(*LONG, f"hydra.run.dir='{run.name}'", cwd=tmp_path)
+    job = cluster.launch(*SLOWLY, f"hydra.run.dir='{run.name}'", cwd=tmp_path)
     cluster.wait(lambda: step(run) > 100)
     cluster.run("scancel", "--batch", "--signal=USR2", job)  # what --signal=B:USR2@... does
     again(cluster, job)
@@ -96,7 +100,7 @@ def test_a_job_that_queues_again_ends_as_if_it_had_run_through(cluster, whole, t
 
 def test_a_killed_rank_queues_again_from_its_last_checkpoint(cluster, whole, tmp_path):
     run = tmp_path / "run"
-    job = cluster.launch(*LONG, "hydra.run.dir=run", cwd=tmp_path)
+    job = cluster.launch(*SLOWLY, "hydra.run.dir=run", cwd=tmp_path)
     cluster.wait(lambda: step(run) > 100)
     os.kill(record(run)["pid"], signal.SIGKILL)
     again(cluster, job)
@@ -107,7 +111,7 @@ def test_a_killed_rank_queues_again_from_its_last_checkpoint(cluster, whole, tmp
 
 def test_a_job_whose_node_fails_goes_on_elsewhere(cluster, whole, tmp_path):
     run = tmp_path / "run"
-    job = cluster.launch(*LONG, "hydra.run.dir=run", cwd=tmp_path)
+    job = cluster.launch(*SLOWLY, "hydra.run.dir=run", cwd=tmp_path)
     cluster.wait(lambda: step(run) > 100)
     node = cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
     try:

@@ -3,6 +3,7 @@
 import pytest
 
 from stabletrain.tracking.metrics import read_jsonl
+from tests.beside.slurm.paced import paced
 from tests.beside.slurm.test_cluster import again, log, record
 from tests.beside.whatif.test_interrupted import RUN, end, uninterrupted
 from tests.once import once
@@ -27,7 +28,7 @@ def healings(run):
 
 def test_a_job_that_queues_again_while_fixes_are_tried_heals_as_if_it_had_run_through(cluster, whole, tmp_path):
     run = tmp_path / "run"
-    job = cluster.launch(*RUN, cwd=tmp_path)
+    job = cluster.launch(*RUN, *paced(0.05), cwd=tmp_path)
     cluster.wait(lambda: tried(run) > 20)
     cluster.run("scancel", "--batch", "--signal=USR2", job)  # what --signal=B:USR2@... does
     again(cluster, job)
