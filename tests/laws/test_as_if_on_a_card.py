@@ -55,7 +55,7 @@ NOT_HERE = {
 
 OPTIONS = [f"{group}={file.stem}" for group in ACTING for file in sorted((CONF / group).glob("*.yaml"))]
 OF_THE_CARD = ("precision=", "determinism=", "stability=")
-"""Options that may act differently on an A100 than on an H100. On a V100, which has no bf16, all may."""
+"""Options that may act differently on an A100 than on an H100. On a V100, which has no bf16, all may: `ON_V100`."""
 
 ACTING_OPTIONS = [option for option in OPTIONS if option not in NOT_HERE]
 
@@ -63,11 +63,13 @@ ACTING_OPTIONS = [option for option in OPTIONS if option not in NOT_HERE]
 def is_tried(option: str, number: int, card: str, turn: int) -> bool:
     """Whether an option, with its place in the list, is tried on a card with the first or second model.
 
-    Each is tried with both models and on each kind of card, but only precisions in all pairs of them.
+    Each is tried with one model on the H100; precisions with both and on each card, what may act differently there on
+    the A100 too. On the V100 faults and presets are alone, and the others in `ON_V100`.
     """
     if option.startswith("precision="):
         return True
-    return (card != "a100" or option.startswith(OF_THE_CARD)) and ((card == "v100") + turn + number) % 2 == 0
+    alone = card == "h100" or option.startswith((*OF_THE_CARD, *(["faults="] if card == "v100" else [])))
+    return alone and ((card == "v100") + turn + number) % 2 == 0
 
 
 CASES = [
@@ -129,6 +131,40 @@ def test_every_option_trains(tmp_path, card, model, option):
     assert recorder.foreign == []
     if model == "resnet" and option in PRODUCTS:  # no other dtype has a larger share than the head
         assert recorder.products[PRODUCTS[option]] > 0.9 * recorder.products.total()
+
+
+ON_V100 = {
+    "gpt": [
+        "optimizer=muon clipping=agc warmup=linear schedule=constant zloss=mu qknorm=layernorm softcap=gemma2 "
+        "init=fan_in softmax=sink attention_gate=sigmoid norm_placement=post guard=rollback monitors=default averaging=none",
+        "optimizer=spam clipping=norm warmup=none schedule=step zloss=none qknorm=rmsnorm init=normal softmax=plain "
+        "attention_gate=none norm_placement=sandwich guard=skip monitors=none averaging=ema",
+        "clipping=update_norm optimizer=stable_adamw zloss=palm qknorm=none init=gpt2 qkclip=kimi softcap=none "
+        "norm_placement=reordered guard=off monitors=full",
+        "clipping=zclip init=torch qkclip=none norm_placement=pre",
+        "init=small",
+    ],
+    "resnet": [
+        "optimizer=adamw clipping=adagc warmup=cosine schedule=cosine zloss=mu_centering init=zero_residual guard=off "
+        "monitors=full averaging=ema",
+        "optimizer=sgd clipping=none warmup=none schedule=wsd zloss=olmo guard=skip averaging=snapshots",
+        "optimizer=stable_adamw clipping=per_module",
+        "clipping=value",
+    ],
+}
+"""Each option beside others, in fp16."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "typed"), [(model, typed) for model, each in ON_V100.items() for typed in each])
+def test_options_train_together_in_fp16(tmp_path, model, typed):
+    assert trained(tmp_path, "v100", *MODELS[model], *typed.split()).foreign == []
+
+
+def test_every_option_is_tried_in_fp16():
+    tried = {option for each in ON_V100.values() for typed in each for option in typed.split()}
+    tried |= {option for card, _, option in CASES if card == "v100"}
+    assert tried == {*ACTING_OPTIONS}
 
 
 KEYS = {

@@ -128,7 +128,7 @@ class Pooling(nn.Module):
 @pytest.mark.parametrize("device", ["cpu", CARD])
 def test_compiled_max_pooling_adds_the_windows_of_a_pixel_in_eager_modes_order(device):
     cases = [(kind, layout) for kind in POOLINGS for layout in LAYOUTS]
-    cases = cases if device == "cuda" else [cases[n] for n in (0, 3, 4, 7)]  # a compiler takes long for each
+    cases = cases if device == "cuda" else [cases[n] for n in (0, 7)]  # a compiler takes long for each
     images = {
         layout: torch.randn(4, 6, 26, 29).to(device, memory_format=form).requires_grad_()
         for layout, form in LAYOUTS.items()
