@@ -3,11 +3,12 @@
 import itertools
 import math
 import shlex
+import shutil
 import statistics
 
 import pytest
 
-from docs.catalogue import KINDS, STAGES, command, effect, factor, main, rows_of, which_knobs
+from docs.catalogue import KINDS, STAGES, Stage, catalogue, command, effect, factor, main, rows_of, which_knobs
 from stabletrain.config.checks import check
 from tests.beside.comparison.written import write
 from tests.runs import composed
@@ -95,6 +96,13 @@ def test_the_pages_say_what_is_told_apart_and_what_is_not(runs, tmp_path):
     assert f"| {WORSE}" not in logits
     assert "No knob of the screen changes this for the better." in drift
     assert (tmp_path / "catalogue.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_the_page_says_what_the_full_grid_still_lacks(runs, tmp_path, monkeypatch):
+    monkeypatch.setitem(STAGES, "full", Stage("", 8))
+    shutil.copytree(runs / "screen", tmp_path / "screen")
+    shutil.copytree(runs / "screen" / "default", tmp_path / "full" / "default")
+    assert f"\n\nNot run yet: {HELPS}, {WORSE}.\n\n" in "\n\n".join(catalogue(tmp_path))
 
 
 def test_runs_that_are_not_over_are_no_row(runs, tmp_path):
