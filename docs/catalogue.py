@@ -511,8 +511,8 @@ TROUBLES: Sequence[tuple[str, str, Callable[[Row, Row], Interval], bool]] = (
 """Trouble, what measures it, how a knob changes that, and whether more of it is better."""
 
 NOTES = {
-    "Output logits drift": "mu-centering keeps the mean logit at 0, so log Z is at least the logarithm of the number of "
-    "classes: 5.5 for bytes. It bounds the drift, and not log Z itself.",
+    "Output logits drift": "mu-centering keeps the mean logit at 0, so log Z is at least the logarithm of the number "
+    "of classes: 5.5 for bytes. It bounds the drift, and not log Z itself.",
 }
 """What is to be said of a trouble beside its table."""
 

@@ -136,7 +136,8 @@ def test_every_option_trains(tmp_path, card, model, option):
 ON_V100 = {
     "gpt": [
         "optimizer=muon clipping=agc warmup=linear schedule=constant zloss=mu qknorm=layernorm softcap=gemma2 "
-        "init=fan_in softmax=sink attention_gate=sigmoid norm_placement=post guard=rollback monitors=default averaging=none",
+        "init=fan_in softmax=sink attention_gate=sigmoid norm_placement=post guard=rollback monitors=default "
+        "averaging=none",
         "optimizer=spam clipping=norm warmup=none schedule=step zloss=none qknorm=rmsnorm init=normal softmax=plain "
         "attention_gate=none norm_placement=sandwich guard=skip monitors=none averaging=ema",
         "clipping=update_norm optimizer=stable_adamw zloss=palm qknorm=none init=gpt2 qkclip=kimi softcap=none "
