@@ -20,7 +20,7 @@ from stabletrain.parallel.whole import GatheredState, WholeState
 from stabletrain.records import GradNorms, RankPart
 
 SUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("adamw", "sgd"),
+    "optimizer": ("adamw", "sgd", "muon"),
     "clipping": ("none", "norm", "zclip"),
     "qkclip": ("none",),
     "monitors": ("none", "default"),

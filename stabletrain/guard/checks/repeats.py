@@ -194,7 +194,8 @@ def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any],
     """Returns the tensor whose turn it is, with its group and optimizer; None if none can be repeated.
 
     Leaves out tensors without a gradient, optimizers that are not `tensor_by_tensor`, and weights in 16 bits:
-    `precision=bf16_params` gives the optimizer other tensors, and rounds at random.
+    `precision=bf16_params` gives the optimizer other tensors, and rounds at random. Also leaves out what another rank
+    computes: a repetition does not communicate, and the rank whose arithmetic is wrong should notice it.
 
     Args:
         turn: number of the turn; None for the largest tensor.
@@ -207,6 +208,9 @@ def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any],
         for weight in group["params"]
         if weight.grad is not None and not weight.grad.is_sparse and weight.dtype in (torch.float32, torch.float64)
     ]
+    elsewhere = {id(w) for each in optimizers_of(optimizer) for w in getattr(each, "computed_elsewhere", list)()}
+    # All ranks repeat something, or none: they compare their results. So a rank without work of its own takes any.
+    able = [each for each in able if id(each[1]) not in elsewhere] or [each for each in able if not hasattr(each[1], "to_local")]
     if not able:
         return None
     return max(able, key=lambda each: each[1].numel()) if turn is None else able[turn % len(able)]
@@ -215,7 +219,7 @@ def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any],
 def optimizer_of(optimizer: Optimizer, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Optimizer:
     """Returns an optimizer of the same class and options for one tensor, without hooks."""
     alone = object.__new__(type(optimizer))
-    left_out = ("state", "param_groups", "step", "zero_grad")
+    left_out = ("state", "param_groups", "step", "zero_grad", "owners")  # without owners it does all work itself
     alone.__dict__.update(
         {name: each for name, each in vars(optimizer).items() if name not in left_out and not name.endswith("_hooks")}
     )
