@@ -4,7 +4,7 @@
 |---|---|---|
 | `Owners` | every input, and does all work itself | nothing |
 | `Replicas` (ddp) | every input | one all-gather: the results of all owners |
-| `Shards` (fsdp) | some rows of every input | two all-to-alls: rows of the inputs to the owners, rows of the results back |
+| `Shards` (fsdp) | some rows of every input | two all-to-alls: rows of inputs to owners, rows of results back |
 
 The work goes to owners by its cost: the most expensive matrix first, to the rank that has the least to do so far. Every
 rank finds the same owners from the same shapes, so they are not sent. Results are sent bit for bit.
@@ -134,7 +134,9 @@ class Shards(Owners):
             [pieces(part, rank) for part in parts],
             tasks[0].device,
         )
-        found = {number: rows for part, each in zip(parts, back, strict=True) for number, rows in zip(part, each)}
+        found: dict[int, Tensor] = {}
+        for part, rows in zip(parts, back, strict=True):
+            found |= zip(part, rows, strict=True)
         yield from (found.pop(number) for number in range(len(tasks)))
 
     def alone(self, costs: Sequence[float]) -> list[bool]:

@@ -210,7 +210,9 @@ def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any],
     ]
     elsewhere = {id(w) for each in optimizers_of(optimizer) for w in getattr(each, "computed_elsewhere", list)()}
     # All ranks repeat something, or none: they compare their results. So a rank without work of its own takes any.
-    able = [each for each in able if id(each[1]) not in elsewhere] or [each for each in able if not hasattr(each[1], "to_local")]
+    able = [each for each in able if id(each[1]) not in elsewhere] or [
+        each for each in able if not hasattr(each[1], "to_local")
+    ]
     if not able:
         return None
     return max(able, key=lambda each: each[1].numel()) if turn is None else able[turn % len(able)]

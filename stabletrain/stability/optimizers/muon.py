@@ -276,7 +276,7 @@ class HiddenMatrix:
         """Creates the momentum at the first step."""
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(self.weight)
-        both = self.weight.grad, state["momentum_buffer"]
+        both: list[Any] = [self.weight.grad, state["momentum_buffer"]]
         self._gradient, self._before = (each.to_local() if self._sharded else each for each in both)
         self._after: Tensor | None = None
 

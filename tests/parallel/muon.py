@@ -1,0 +1,142 @@
+"""Steps of Muon on several ranks, in one group of processes, beside those of one process on the same gradients.
+
+    torchrun --nproc_per_node=4 -m tests.parallel.muon <place>
+
+`<place>/rank<r>.json` maps each case to what a rank saw.
+"""
+
+import copy
+import faulthandler
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from stabletrain.parallel.ddp import DDP
+from stabletrain.parallel.fsdp import FSDP
+from stabletrain.parallel.ranks import (
+    all_gather_tensor,
+    current_ranks,
+    exit_process,
+    join_process_group,
+    leave_process_group,
+)
+from stabletrain.stability.optimizers import Muon, muon
+from stabletrain.step import apply
+from tests.parallel.worker import PATIENCE
+from tests.stability.optimizers.given import MUON
+
+STEPS = 3
+BAD = "blocks.1.weight"
+"""The matrix whose second gradient is NaN in one row."""
+
+
+class Uneven(nn.Module):
+    """Hidden matrices whose rows do not divide among two or four ranks; one has fewer rows than there are ranks.
+
+    Rows of 16 values fill vector registers: a kernel may round the rest of a tensor in another way.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 16)
+        shapes = ((16, 9), (16, 5), (32, 16))
+        self.blocks = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in shapes)
+        self.gate = nn.Linear(16, 1, bias=False)
+        self.head = nn.Linear(16, 5, bias=False)
+
+    def heads(self):
+        return {self.blocks[0].weight: 3}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "per_head": {"per_head": True, "scale": "spectral", "nesterov": False},
+    "corrected": {"decay": "corrected", "scale": "original"},
+    "zero": {},
+    "rank_one": {},
+    "bad": {},
+    "withheld": {},
+}
+"""Settings of Muon by case; the name of a case says which gradients it has."""
+
+
+def gradient(case: str, name: str, weight: Tensor, step: int) -> Tensor:
+    """The whole gradient of a parameter in a step, the same on every rank."""
+    found = torch.randn(weight.shape)
+    if case == "zero":
+        return torch.zeros_like(found)
+    if case == "rank_one" and found.ndim == 2:
+        return torch.outer(found[:, 0], found[0])
+    if case == "bad" and step == 1 and name == BAD:
+        found[-1] = torch.nan
+    return found
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """All weights and the momentum of the hidden matrices, whole."""
+    found = {name: whole(p) for name, p in model.named_parameters()}
+    kept = {name: optimizer.state[p].get("momentum_buffer") for name, p in model.named_parameters()}
+    return found | {f"momentum of {name}": whole(each) for name, each in kept.items() if each is not None}
+
+
+def perform(kind: str, case: str) -> dict[str, Any]:
+    """What this rank saw of some steps: `equal`, the state of one process, bit for bit, by step; `finite`, by step;
+    `kept`, the names of what did not change, by step; `matrices`, how many it orthogonalised; `sent`, the number of
+    collectives of each step; `elsewhere`, the matrices whose update it cannot repeat.
+    """
+    torch.manual_seed(0)
+    alone = Uneven()
+    model = copy.deepcopy(alone)
+    parallel = (FSDP if kind == "fsdp" else DDP)(current_ranks())
+    parallel.shard(model)
+    reference, optimizer = (Muon(**MUON | CASES[case])(each) for each in (alone, model))
+    optimizer.owners = parallel.owners
+    seen: dict[str, Any] = {"equal": [], "finite": [], "kept": [], "matrices": [], "sent": []}
+    for step in range(STEPS):
+        for own, sharded in zip(alone.named_parameters(), model.parameters(), strict=True):
+            own[1].grad = gradient(case, *own, step)
+            sharded.grad = own[1].grad
+            if isinstance(sharded, DTensor):
+                sharded.grad = distribute_tensor(own[1].grad, sharded.device_mesh, sharded.placements)
+        gate, before = torch.tensor(case != "withheld" or step != 1), state_of(model, optimizer)
+        apply(reference, gate)
+        with (
+            patch.object(muon, "orthogonal", side_effect=muon.orthogonal) as orthogonal,
+            patch.object(distributed, "all_to_all_single", side_effect=distributed.all_to_all_single) as exchanged,
+            patch("stabletrain.parallel.owners.all_gather_tensor", side_effect=all_gather_tensor) as gathered,
+        ):
+            apply(optimizer, gate)
+        found = state_of(model, optimizer)
+        expected = state_of(alone, reference)
+        seen["equal"].append(all(torch.equal(found[name], each) for name, each in expected.items()))
+        seen["finite"].append(all(each.isfinite().all().item() for each in found.values()))
+        seen["kept"].append([name for name, each in before.items() if torch.equal(found[name], each)])
+        seen["matrices"].append(orthogonal.call_count)
+        seen["sent"].append(exchanged.call_count + gathered.call_count)
+    elsewhere = {id(weight) for weight in optimizer.computed_elsewhere()}
+    return seen | {"elsewhere": [name for name, each in model.named_parameters() if id(each) in elsewhere]}
+
+
+def main(place: Path) -> int:
+    """Performs every case with ddp and fsdp."""
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    join_process_group(current_ranks())
+    seen = {f"{kind}/{case}": perform(kind, case) for kind in ("ddp", "fsdp") for case in CASES}
+    (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
+    leave_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    exit_process(main(Path(sys.argv[1])))
