@@ -22,7 +22,6 @@ from stabletrain.records import GradNorms, RankPart
 SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "sgd", "muon"),
     "clipping": ("none", "norm", "zclip"),
-    "qkclip": ("none",),
     "monitors": ("none", "default"),
     "precision": ("auto", "fp32", "tf32", "bf16", "fp16", "fp8"),
 }

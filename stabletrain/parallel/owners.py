@@ -14,8 +14,10 @@ Liu et al., arXiv 2502.16982, section 2.3, gather the rows of a sharded matrix o
 (github.com/microsoft/dion) and torchtitan (pull request 4034) send them to one owner, by all-to-all, as here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -167,26 +169,61 @@ class Shards(Owners):
         return [cut(memory, part) for memory, part in zip(received.split(sizes), shapes, strict=True)]
 
 
+@contextmanager
+def without_owners(optimizer: Any) -> Generator[None]:
+    """A context in which this rank does all of an optimizer's work itself, except on sharded matrices."""
+    kept = vars(optimizer).pop("owners", None)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            optimizer.owners = kept
+
+
 def owners_of(tensor: Any, otherwise: Owners) -> Owners:
     """Returns how the ranks divide work on a matrix: `otherwise`, or as its shards require.
 
     Raises:
-        ConfigError: it is sharded in another way than by rows over one dimension of a mesh.
+        ConfigError: see `sharded_dimension`.
     """
     if not hasattr(tensor, "device_mesh"):
         return otherwise
+    dimension = sharded_dimension(tensor)
+    return Owners() if dimension is None else Shards(tensor.device_mesh, dimension)
+
+
+def sharded_dimension(tensor: Any) -> int | None:
+    """Returns the dimension of the mesh whose ranks share a DTensor's rows; None if every rank has all of them.
+
+    Raises:
+        ConfigError: it is sharded in another way than by rows over one dimension of the mesh.
+    """
     from torch.distributed.tensor import Shard
 
     sharded = [(number, each) for number, each in enumerate(tensor.placements) if not each.is_replicate()]
     if not sharded:
-        return Owners()
+        return None
     (dimension, placement), *more = sharded
     if more or type(placement) is not Shard or placement.dim != 0:
         raise ConfigError(
-            f"optimizer: a matrix of shape {tuple(tensor.shape)} has the placements {tensor.placements}, but Muon can "
-            "collect rows of one dimension of a mesh only; fix: shard it with fully_shard, by rows"
+            f"a parameter of shape {tuple(tensor.shape)} has the placements {tensor.placements}, but Muon and QK-clip "
+            "know rows over one dimension of a mesh only; fix: shard it with fully_shard, by rows"
         )
-    return Shards(tensor.device_mesh, dimension)
+    return dimension
+
+
+def own_rows(tensor: Any) -> slice:
+    """Returns which rows of a tensor this rank has: all, unless it is a sharded DTensor.
+
+    Raises:
+        ConfigError: see `sharded_dimension`.
+    """
+    dimension = sharded_dimension(tensor) if hasattr(tensor, "device_mesh") else None
+    if dimension is None:
+        return slice(0, tensor.shape[0])
+    mesh = tensor.device_mesh
+    ends = [0, *accumulate(rows_of(tensor.shape[0], mesh.size(dimension)))]
+    return slice(*ends[mesh.get_local_rank(dimension) :][:2])
 
 
 def owners(costs: Sequence[float], count: int) -> list[int]:

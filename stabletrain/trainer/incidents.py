@@ -228,7 +228,12 @@ def repeat_of_update(
     if reading.applied:  # the step was repeated, and its second update was finite
         return lambda: None
     opened = torch.ones((), dtype=torch.bool, device=device)
-    return lambda: update_fault(state.model, state.optimizer, lambda: apply(state.optimizer, opened))
+
+    def explain() -> UpdateFault | None:
+        with without_owners(state.optimizer):  # another rank may fail to record its update, and so not be there
+            return update_fault(state.model, state.optimizer, lambda: apply(state.optimizer, opened))
+
+    return explain
 
 
 def transformed(batch: Batch, device: torch.device) -> Batch:

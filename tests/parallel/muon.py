@@ -1,4 +1,4 @@
-"""Steps of Muon on several ranks, in one group of processes, beside those of one process on the same gradients.
+"""Steps of Muon, and QK-clip, on several ranks in one group of processes, beside those of one process.
 
     torchrun --nproc_per_node=4 -m tests.parallel.muon <place>
 
@@ -27,6 +27,7 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
 )
 from stabletrain.stability.optimizers import Muon, muon
+from stabletrain.stability.qkclip import LogitMeter, QKClip
 from stabletrain.step import apply
 from tests.parallel.worker import PATIENCE
 from tests.stability.optimizers.given import MUON
@@ -127,12 +128,41 @@ def perform(kind: str, case: str) -> dict[str, Any]:
     return seen | {"elsewhere": [name for name, each in model.named_parameters() if id(each) in elsewhere]}
 
 
+class Attention(nn.Module):
+    """Projections whose heads of three rows begin within a rank's rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.meter = nn.Linear(16, 9), nn.Linear(16, 9), LogitMeter(3)
+
+
+def clip() -> dict[str, Any]:
+    """What this rank saw of QK-clip: whether weights had the bits of one process, behind a closed and an open gate, and
+    which rows were scaled.
+    """
+    torch.manual_seed(0)
+    alone = Attention()
+    model = copy.deepcopy(alone)
+    FSDP(current_ranks()).shard(model)
+    seen: dict[str, Any] = {"equal": [], "scaled": []}
+    for gate in (False, True):
+        before = whole(model.query.weight)
+        for each in (alone, model):
+            each.meter.max_logit.copy_(torch.tensor([0.5, 4.0, 0.0]))
+            QKClip(2.0)(each, torch.tensor(gate))
+        pairs = zip(alone.parameters(), model.parameters(), strict=True)
+        seen["equal"].append(all(torch.equal(own, whole(sharded)) for own, sharded in pairs))
+        seen["scaled"].append((whole(model.query.weight) != before).any(dim=1).nonzero().flatten().tolist())
+    return seen
+
+
 def main(place: Path) -> int:
     """Performs every case with ddp and fsdp."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     join_process_group(current_ranks())
     seen = {f"{kind}/{case}": perform(kind, case) for kind in ("ddp", "fsdp") for case in CASES}
+    seen["qkclip"] = clip()
     (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
     leave_process_group()
     return 0

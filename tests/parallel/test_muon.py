@@ -1,4 +1,4 @@
-"""Muon on several ranks: the bits of one process, each matrix orthogonalised once, and few collectives."""
+"""Muon and QK-clip on several ranks: the bits of one process, each matrix orthogonalised once, few collectives."""
 
 import json
 
@@ -69,3 +69,8 @@ def test_a_rank_repeats_the_updates_that_it_computes_alone(ranks):
     left = [seen["ddp/usual"]["elsewhere"] for seen in ranks]
     assert all(sum(name not in names for names in left) == 1 for name in MATRICES)
     assert all(seen["fsdp/usual"]["elsewhere"] == MATRICES for seen in ranks)
+
+
+def test_qk_clip_scales_the_rows_of_its_heads_on_the_ranks_that_have_them(ranks):
+    for seen in ranks:
+        assert seen["qkclip"] == {"equal": [True, True], "scaled": [[], [3, 4, 5]]}
