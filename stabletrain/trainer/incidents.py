@@ -26,6 +26,7 @@ from stabletrain.in_flight import InFlight
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
+from stabletrain.parallel.owners import without_owners
 from stabletrain.records import Batch, Reading, TrainState
 from stabletrain.step import Computed, apply, close_gate, compute, count_targets, forward_backward
 from stabletrain.tools import Tools
