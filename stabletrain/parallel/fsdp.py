@@ -23,7 +23,6 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "sgd", "muon"),
     "clipping": ("none", "norm", "zclip"),
     "monitors": ("none", "default"),
-    "precision": ("auto", "fp32", "tf32", "bf16", "fp16", "fp8"),
 }
 """Options that work on shards: they are elementwise, or use only the norm of the whole gradient."""
 
@@ -45,11 +44,17 @@ class FSDP(Distributed):
         self.reshard_after_forward = reshard_after_forward
 
     def check(self, choices: Mapping[str, str]) -> None:
-        """Rejects options that need whole tensors.
+        """Rejects options that need whole tensors, or several dtypes in one layer.
 
         Raises:
             ConfigError: one is chosen; names it and the alternatives.
         """
+        if choices.get("precision") == "bf16_params":
+            # Not even a unit for each layer would do: a bias stays fp32 beside a bf16 weight.
+            raise ConfigError(
+                "precision=bf16_params stores a layer's weight in bf16 and its bias in fp32, but FSDP2 shards all "
+                "parameters of a layer in one dtype; fix: precision=bf16, whose fp32 weights are sharded"
+            )
         for group, able in SUPPORTED.items():
             if (chosen := choices.get(group)) is not None and chosen not in able:
                 raise ConfigError(

@@ -117,7 +117,6 @@ REFUSED = {
     "fsdp/mu": ["zloss=mu"],
     "fsdp/mu_centering": ["zloss=mu_centering"],
     "fsdp/monitors": ["monitors=full"],
-    "fsdp/bf16_params": ["precision=bf16_params"],
 }
 """Options that need whole tensors, rejected with fsdp."""
 

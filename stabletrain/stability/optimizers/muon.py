@@ -323,7 +323,7 @@ class HiddenMatrix:
         # With the strides of the weight: the fused kernel that subtracts it reads memory in order. And what is held
         # back counts as 0 in the norm of the whole update.
         amount = torch.empty_like(weight).copy_(torch.where(able, direction, 0.0)).mul_(rate)
-        return Update([weight], [amount], lr, decay, self._group["cautious"], (~able).float())
+        return Update([self.weight], [amount], lr, decay, self._group["cautious"], (~able).float())
 
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
