@@ -62,9 +62,13 @@ CASES: dict[str, dict[str, Any]] = {
     "zero": {},
     "rank_one": {},
     "bad": {},
+    "large": {},
     "withheld": {},
 }
-"""Settings of Muon by case; the name of a case says which gradients it has."""
+"""Settings of Muon by case; the name of a case says which gradients it has, or that directions are too large."""
+
+BOUND = 0.5
+"""Of the directions of the case `large`: some rows of a matrix exceed it, and others do not."""
 
 
 def gradient(case: str, name: str, weight: Tensor, step: int) -> Tensor:
@@ -110,8 +114,11 @@ def perform(kind: str, case: str) -> dict[str, Any]:
             if isinstance(sharded, DTensor):
                 sharded.grad = distribute_tensor(own[1].grad, sharded.device_mesh, sharded.placements)
         gate, before = torch.tensor(case != "withheld" or step != 1), state_of(model, optimizer)
-        apply(reference, gate)
+        bound = BOUND if case == "large" else muon.LARGEST_DIRECTION
+        with patch.object(muon, "LARGEST_DIRECTION", bound):
+            apply(reference, gate)
         with (
+            patch.object(muon, "LARGEST_DIRECTION", bound),
             patch.object(muon, "orthogonal", side_effect=muon.orthogonal) as orthogonal,
             patch.object(distributed, "all_to_all_single", side_effect=distributed.all_to_all_single) as exchanged,
             patch("stabletrain.parallel.owners.all_gather_tensor", side_effect=all_gather_tensor) as gathered,

@@ -51,7 +51,9 @@ def test_an_option_that_needs_whole_tensors_is_refused_and_the_error_names_one_t
 
 
 def test_layers_of_two_dtypes_are_refused_and_one_dtype_is_proposed(fsdp):
-    with pytest.raises(ConfigError, match=r"precision=bf16_params stores .* in fp32, but FSDP2 .*; fix: precision=bf16"):
+    with pytest.raises(
+        ConfigError, match=r"precision=bf16_params stores .* in fp32, but FSDP2 .*; fix: precision=bf16"
+    ):
         fsdp.check({"precision": "bf16_params"})
     fsdp.check({"precision": "bf16"})
 

@@ -53,6 +53,8 @@ def test_a_withheld_step_and_a_matrix_without_a_direction_change_nothing(ranks, 
         withheld, bad = seen[f"{kind}/withheld"]["kept"], seen[f"{kind}/bad"]["kept"]
         assert [len(names) == len(MATRICES) * 2 + 2 for names in withheld] == [False, True, False]
         assert bad == [[], [BAD, f"momentum of {BAD}"], []]
+        held = [sum(name in names for name in MATRICES) for names in seen[f"{kind}/large"]["kept"]]
+        assert 0 < sum(held) < STEPS * len(MATRICES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
