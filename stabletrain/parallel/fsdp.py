@@ -44,17 +44,11 @@ class FSDP(Distributed):
         self.reshard_after_forward = reshard_after_forward
 
     def check(self, choices: Mapping[str, str]) -> None:
-        """Rejects options that need whole tensors, or several dtypes in one layer.
+        """Rejects options that need whole tensors.
 
         Raises:
             ConfigError: one is chosen; names it and the alternatives.
         """
-        if choices.get("precision") == "bf16_params":
-            # Not even a unit for each layer would do: a bias stays fp32 beside a bf16 weight.
-            raise ConfigError(
-                "precision=bf16_params stores a layer's weight in bf16 and its bias in fp32, but FSDP2 shards all "
-                "parameters of a layer in one dtype; fix: precision=bf16, whose fp32 weights are sharded"
-            )
         for group, able in SUPPORTED.items():
             if (chosen := choices.get(group)) is not None and chosen not in able:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""Steps of Muon, and QK-clip, on several ranks in one group of processes, beside those of one process.
+"""Steps of Muon, QK-clip and rounding on several ranks in one group of processes, beside those of one process.
 
     torchrun --nproc_per_node=4 -m tests.parallel.muon <place>
 
@@ -26,11 +26,12 @@ from stabletrain.parallel.ranks import (
     join_process_group,
     leave_process_group,
 )
-from stabletrain.stability.optimizers import Muon, muon
+from stabletrain.stability.optimizers import AdamW, Muon, muon
+from stabletrain.stability.precision import bf16_params
 from stabletrain.stability.qkclip import LogitMeter, QKClip
 from stabletrain.step import apply
 from tests.parallel.worker import PATIENCE
-from tests.stability.optimizers.given import MUON
+from tests.stability.optimizers.given import ADAM, MUON
 
 STEPS = 3
 BAD = "blocks.1.weight"
@@ -83,6 +84,15 @@ def gradient(case: str, name: str, weight: Tensor, step: int) -> Tensor:
     return found
 
 
+def fill(alone: nn.Module, model: nn.Module, case: str, step: int) -> None:
+    """Gives both models the gradients of a step; one of them may be sharded."""
+    for own, sharded in zip(alone.named_parameters(), model.parameters(), strict=True):
+        own[1].grad = gradient(case, *own, step)
+        sharded.grad = own[1].grad
+        if isinstance(sharded, DTensor):
+            sharded.grad = distribute_tensor(own[1].grad, sharded.device_mesh, sharded.placements)
+
+
 def whole(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -108,11 +118,7 @@ def perform(kind: str, case: str) -> dict[str, Any]:
     optimizer.owners = parallel.owners
     seen: dict[str, Any] = {"equal": [], "finite": [], "kept": [], "matrices": [], "sent": []}
     for step in range(STEPS):
-        for own, sharded in zip(alone.named_parameters(), model.parameters(), strict=True):
-            own[1].grad = gradient(case, *own, step)
-            sharded.grad = own[1].grad
-            if isinstance(sharded, DTensor):
-                sharded.grad = distribute_tensor(own[1].grad, sharded.device_mesh, sharded.placements)
+        fill(alone, model, case, step)
         gate, before = torch.tensor(case != "withheld" or step != 1), state_of(model, optimizer)
         bound = BOUND if case == "large" else muon.LARGEST_DIRECTION
         with patch.object(muon, "LARGEST_DIRECTION", bound):
@@ -163,13 +169,40 @@ def clip() -> dict[str, Any]:
     return seen
 
 
+def rounded() -> dict[str, Any]:
+    """What this rank saw of `precision=bf16_params`: whether every weight was a neighbour in bf16 of that of a step in
+    fp32, and whether a withheld step kept the bits that QK-clip had left.
+    """
+    torch.manual_seed(0)
+    model = Uneven()
+    FSDP(current_ranks()).shard(model)
+    optimizer = AdamW(**ADAM)(model)
+    bf16_params(torch.device("cpu")).attach(model, optimizer)
+    alone = Uneven()
+    alone.load_state_dict({name: whole(each) for name, each in model.state_dict().items()})
+    reference = AdamW(**ADAM)(alone)
+    fill(alone, model, "usual", 0)
+    apply(reference, torch.tensor(True))
+    apply(optimizer, torch.tensor(True))
+    names = [name for name, _ in model.named_parameters() if name != "embedding.weight"]
+    pairs = [(whole(model.get_parameter(name)), whole(alone.get_parameter(name))) for name in names]
+    near = [((found - exact).abs() <= exact.abs() * 2**-7).all().item() for found, exact in pairs]
+    seen = {"bf16": all(torch.equal(found, found.bfloat16().float()) for found, _ in pairs), "near": all(near)}
+    seen["exact"] = torch.equal(whole(model.embedding.weight), whole(alone.embedding.weight))
+    with torch.no_grad():
+        model.gate.weight.to_local().mul_(1 / 3)
+    before = whole(model.gate.weight)
+    apply(optimizer, torch.tensor(False))
+    return seen | {"kept": torch.equal(before, whole(model.gate.weight))}
+
+
 def main(place: Path) -> int:
     """Performs every case with ddp and fsdp."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     join_process_group(current_ranks())
     seen = {f"{kind}/{case}": perform(kind, case) for kind in ("ddp", "fsdp") for case in CASES}
-    seen["qkclip"] = clip()
+    seen |= {"qkclip": clip(), "bf16_params": rounded()}
     (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
     leave_process_group()
     return 0

@@ -70,6 +70,7 @@ DDP_ONLY = {
 
 NARROW = {
     "bf16": [*GPT, "precision=bf16"],
+    "bf16_params": [*GPT, "precision=bf16_params"],
     "fp8": [*GPT, "precision=fp8"],
     "fp8_rowwise": [*GPT, "precision=fp8", "precision.recipe=rowwise", "grad_accum_steps=2"],
     "fp16": [*GPT, "precision=fp16", "precision.init_scale=1024"],
@@ -80,7 +81,7 @@ CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.gr
 
 WITH_ONE = {
     *("fsdp/norm", "fsdp/sandwich", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
-    *("ddp/bf16", "fsdp/fp8", "ddp/fp8_rowwise"),
+    *("ddp/bf16", "fsdp/bf16_params", "fsdp/fp8", "ddp/fp8_rowwise"),
 }
 """Options that are tried with ddp or with fsdp: nothing in them depends on it."""
 

@@ -50,14 +50,6 @@ def test_an_option_that_needs_whole_tensors_is_refused_and_the_error_names_one_t
             fsdp.check({group: option})
 
 
-def test_layers_of_two_dtypes_are_refused_and_one_dtype_is_proposed(fsdp):
-    with pytest.raises(
-        ConfigError, match=r"precision=bf16_params stores .* in fp32, but FSDP2 .*; fix: precision=bf16"
-    ):
-        fsdp.check({"precision": "bf16_params"})
-    fsdp.check({"precision": "bf16"})
-
-
 def test_supported_options_and_other_groups_are_accepted(fsdp):
     fsdp.check({group: able[-1] for group, able in SUPPORTED.items()})
     fsdp.check({"model": "gpt_nano"})

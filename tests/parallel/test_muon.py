@@ -1,4 +1,4 @@
-"""Muon and QK-clip on several ranks: the bits of one process, each matrix orthogonalised once, few collectives."""
+"""Muon, QK-clip and bf16 weights on several ranks: the bits of one process, and each matrix orthogonalised once."""
 
 import json
 
@@ -76,3 +76,8 @@ def test_a_rank_repeats_the_updates_that_it_computes_alone(ranks):
 def test_qk_clip_scales_the_rows_of_its_heads_on_the_ranks_that_have_them(ranks):
     for seen in ranks:
         assert seen["qkclip"] == {"equal": [True, True], "scaled": [[], [3, 4, 5]]}
+
+
+def test_shards_are_rounded_to_values_of_bf16_by_the_steps_that_are_applied(ranks):
+    for seen in ranks:
+        assert seen["bf16_params"] == {"bf16": True, "near": True, "exact": True, "kept": True}

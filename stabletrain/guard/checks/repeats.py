@@ -193,22 +193,26 @@ def tensor_by_tensor(optimizer: Optimizer) -> bool:
 def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any], Tensor, Optimizer] | None:
     """Returns the tensor whose turn it is, with its group and optimizer; None if none can be repeated.
 
-    Leaves out tensors without a gradient, optimizers that are not `tensor_by_tensor`, and weights in 16 bits:
-    `precision=bf16_params` gives the optimizer other tensors, and rounds at random. Also leaves out what another rank
-    computes: a repetition does not communicate, and the rank whose arithmetic is wrong should notice it.
+    Leaves out tensors without a gradient, optimizers that are not `tensor_by_tensor`, and weights that
+    `precision=bf16_params` rounds at random. Also leaves out what another rank computes: a repetition does not
+    communicate, and the rank whose arithmetic is wrong should notice it.
 
     Args:
         turn: number of the turn; None for the largest tensor.
     """
+    each_one = optimizers_of(optimizer)
+    hooks = [hook for each in each_one for hook in each._optimizer_step_post_hooks.values()]
+    rounded = {id(weight) for hook in hooks for weight in getattr(getattr(hook, "__self__", None), "weights", ())}
     able = [
         (group, weight, each)
-        for each in optimizers_of(optimizer)
+        for each in each_one
         if tensor_by_tensor(each)
         for group in each.param_groups
         for weight in group["params"]
         if weight.grad is not None and not weight.grad.is_sparse and weight.dtype in (torch.float32, torch.float64)
+        if id(weight) not in rounded
     ]
-    elsewhere = {id(w) for each in optimizers_of(optimizer) for w in getattr(each, "computed_elsewhere", list)()}
+    elsewhere = {id(weight) for each in each_one for weight in getattr(each, "computed_elsewhere", list)()}
     # All ranks repeat something, or none: they compare their results. So a rank without work of its own takes any.
     able = [each for each in able if id(each[1]) not in elsewhere] or [
         each for each in able if not hasattr(each[1], "to_local")
