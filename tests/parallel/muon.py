@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from stabletrain.guard.checks.repeats import next_tensor
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
 from stabletrain.parallel.ranks import (
@@ -170,14 +171,16 @@ def clip() -> dict[str, Any]:
 
 
 def rounded() -> dict[str, Any]:
-    """What this rank saw of `precision=bf16_params`: whether every weight was a neighbour in bf16 of that of a step in
-    fp32, and whether a withheld step kept the bits that QK-clip had left.
+    """What this rank saw of `precision=bf16_params`: whether weights begin as the nearest of bf16; whether a step takes
+    each to a neighbour of what it is in fp32; whether a withheld step kept the bits that QK-clip had left; and whether
+    only updates are repeated that are not rounded.
     """
     torch.manual_seed(0)
     model = Uneven()
     FSDP(current_ranks()).shard(model)
-    optimizer = AdamW(**ADAM)(model)
+    optimizer, first = AdamW(**ADAM)(model), whole(model.gate.weight)
     bf16_params(torch.device("cpu")).attach(model, optimizer)
+    nearest = torch.equal(whole(model.gate.weight), first.bfloat16().float())
     alone = Uneven()
     alone.load_state_dict({name: whole(each) for name, each in model.state_dict().items()})
     reference = AdamW(**ADAM)(alone)
@@ -188,11 +191,14 @@ def rounded() -> dict[str, Any]:
     pairs = [(whole(model.get_parameter(name)), whole(alone.get_parameter(name))) for name in names]
     near = [((found - exact).abs() <= exact.abs() * 2**-7).all().item() for found, exact in pairs]
     seen = {"bf16": all(torch.equal(found, found.bfloat16().float()) for found, _ in pairs), "near": all(near)}
+    seen["nearest"] = nearest
     seen["exact"] = torch.equal(whole(model.embedding.weight), whole(alone.embedding.weight))
     with torch.no_grad():
         model.gate.weight.to_local().mul_(1 / 3)
     before = whole(model.gate.weight)
     apply(optimizer, torch.tensor(False))
+    turns = [next_tensor(optimizer, turn) for turn in (None, 0, 1)]
+    seen["repeated"] = all(each is not None and each[1] is model.embedding.weight for each in turns)
     return seen | {"kept": torch.equal(before, whole(model.gate.weight))}
 
 

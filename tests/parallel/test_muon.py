@@ -80,4 +80,4 @@ def test_qk_clip_scales_the_rows_of_its_heads_on_the_ranks_that_have_them(ranks)
 
 def test_shards_are_rounded_to_values_of_bf16_by_the_steps_that_are_applied(ranks):
     for seen in ranks:
-        assert seen["bf16_params"] == {"bf16": True, "near": True, "exact": True, "kept": True}
+        assert all(seen["bf16_params"].values()), seen["bf16_params"]
