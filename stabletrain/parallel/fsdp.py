@@ -20,13 +20,13 @@ from stabletrain.parallel.whole import GatheredState, WholeState
 from stabletrain.records import GradNorms, RankPart
 
 SUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("adamw", "sgd"),
-    "clipping": ("none", "norm", "zclip"),
+    "optimizer": ("adamw", "stable_adamw", "spam", "sgd"),
+    "clipping": ("none", "norm", "value", "per_module", "agc", "adagc", "zclip", "update_norm"),
     "qkclip": ("none",),
     "monitors": ("none", "default"),
     "precision": ("auto", "fp32", "tf32", "bf16", "fp16", "fp8"),
 }
-"""Options that work on shards: they are elementwise, or use only the norm of the whole gradient."""
+"""Options that work on shards: they are elementwise, or add up the numbers of all ranks (`shards.py`)."""
 
 
 class FSDP(Distributed):

@@ -43,7 +43,7 @@ ESSENTIAL = (
 )
 """Cases of the fast tier."""
 
-DDP_ONLY = {
+WHOLE = {
     "agc": [*GPT, "clipping=agc", "clipping.clipping=1e-3"],
     "adagc": [*GPT, "clipping=adagc", "clipping.warmup_steps=2", "clipping.max_norm=0.1"],
     "per_module": [*GPT, "clipping=per_module", "clipping.max_norm=0.05"],
@@ -66,7 +66,10 @@ DDP_ONLY = {
     "mu": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"],
     "mu_centering": [*GPT, "zloss=mu_centering", "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
 }
-"""Options that need whole tensors."""
+"""Options that need whole tensors, or sums over their shards."""
+
+ON_SHARDS = ("agc", "update_norm", "stable_adamw")
+"""Those tried with fsdp, too, in one launch; `test_shards.py` has the others."""
 
 NARROW = {
     "bf16": [*GPT, "precision=bf16"],
@@ -101,20 +104,15 @@ KINDS = {
         for kind in ("ddp", "fsdp")
         if is_tried(kind, name)
     },
-    **{f"ddp/{name}": [*chosen, "parallel=ddp"] for name, chosen in DDP_ONLY.items()},
+    **{f"ddp/{name}": [*chosen, "parallel=ddp"] for name, chosen in WHOLE.items()},
+    **{f"fsdp/{name}": [*WHOLE[name], "parallel=fsdp"] for name in ON_SHARDS},
     "ddp/dropout": [*GPT, "parallel=ddp", "model.dropout=0.5"],
     **{f"{kind}/fp16_calibrating": [*CALIBRATING, f"parallel={kind}"] for kind in ("ddp", "fsdp")},
     "fsdp/kept": [*GPT, "parallel=fsdp", "parallel.reshard_after_forward=false"],
     "auto/gpt": GPT,
 }
 REFUSED = {
-    "fsdp/agc": ["clipping=agc"],
-    "fsdp/adagc": ["clipping=adagc"],
-    "fsdp/per_module": ["clipping=per_module"],
-    "fsdp/value": ["clipping=value"],
     "fsdp/muon": ["optimizer=muon"],
-    "fsdp/spam": ["optimizer=spam"],
-    "fsdp/stable_adamw": ["optimizer=stable_adamw"],
     "fsdp/kimi": ["qkclip=kimi"],
     "fsdp/mu": ["zloss=mu"],
     "fsdp/mu_centering": ["zloss=mu_centering"],
@@ -143,7 +141,7 @@ FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("d
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    return on_demand(shared_place / "agreement_two", 2, CASES)
+    return on_demand(shared_place / "agreement_two", 2, CASES, [[f"fsdp/{name}" for name in ON_SHARDS]])
 
 
 @pytest.fixture(scope="module")
@@ -192,23 +190,22 @@ def test_batchnorms_statistics_are_those_of_a_micro_batch(two, one, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DDP_ONLY)
-def test_what_looks_at_whole_tensors_does_so_with_ddp(two, one, name):
+@pytest.mark.parametrize("name", [*(f"ddp/{name}" for name in WHOLE), *(f"fsdp/{name}" for name in ON_SHARDS)])
+def test_what_looks_at_whole_tensors_does_so_on_several_ranks(two, one, name):
     for seen in two:
-        agree(seen[f"ddp/{name}"], one(*DDP_ONLY[name]), rel=1e-4)
+        agree(seen[name], one(*WHOLE[name.partition("/")[2]]), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
 def refused(shared_place):
     """What each rank said of options that need whole tensors, in one launch."""
-    cases = {name: CASES[name] for name in REFUSED if name != "fsdp/agc"}
-    return performed(shared_place / "agreement_refused", 2, cases)
+    return performed(shared_place / "agreement_refused", 2, {name: CASES[name] for name in REFUSED})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_and_is_refused_with_fsdp(request, name):
-    for seen in request.getfixturevalue("two" if name == "fsdp/agc" else "refused"):
+def test_and_is_refused_with_fsdp(refused, name):
+    for seen in refused:
         assert seen[name]["error"] == "ConfigError"
         assert "needs whole tensors, but parallel=fsdp shards them across the ranks: use " in seen[name]["message"]
         assert REFUSED[name][0] in seen[name]["message"]
