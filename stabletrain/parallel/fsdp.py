@@ -72,6 +72,21 @@ class FSDP(Distributed):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
 
+    def with_whole(self, forward: Callable[..., Any], model: nn.Module, part: nn.Module | None) -> Callable[..., Any]:
+        """Returns a forward pass after which the weights of the unit that holds `part` are gathered.
+
+        This is the all-gather that the backward pass would begin with, so nothing more is sent.
+        """
+        units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        holder = [unit for unit in units if any(module is part for module in unit.modules())][-1]  # the innermost
+
+        def gathering(*inputs: Any, **options: Any) -> Any:
+            outputs = forward(*inputs, **options)
+            holder.unshard()
+            return outputs
+
+        return gathering
+
     @contextmanager
     def gradient_sync(self, model: nn.Module, last: bool) -> Generator[None]:
         """A context that reduces gradients after the last micro-batch only, and keeps them unsharded before."""

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=4 -m tests.parallel.sharded <place>
 
-The ranks share tensors of one, two, three and more rows, so that some have no row of some tensors.
-`<place>/rank<r>.json` maps each case to what differs, empty if nothing does, and to what clipping reported step by step.
+The ranks share tensors of one, two, three and more rows, so that some have no row of some tensors. In `<place>`,
+`rank<r>.json` maps each case to what differs, empty if nothing does, and to what clipping reported in each step.
 """
 
 import copy
@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
 )
 from stabletrain.records import GradNorms
+from stabletrain.stability.after_update import AfterUpdate
 from stabletrain.stability.clipping import NoClip
+from stabletrain.stability.objective.output_embeddings import Centering
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, StableAdamW
 from stabletrain.step import apply
 from tests.stability.clipping.given import TIGHT
@@ -43,15 +46,24 @@ OPTIMIZERS: dict[str, Any] = {
     "spam": SPAM(**ADAM, theta=1.5, reset_interval=4, warmup_steps=2),
     "sgd": SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, fused=False),
 }
-CASES: dict[str, tuple[Callable[[], NoClip], Any]] = {name: (kind, SHOWN) for name, kind in TIGHT.items()}
-CASES |= {name: (NoClip, made) for name, made in OPTIMIZERS.items()}
-CASES["update_norm_stable"] = TIGHT["update_norm"], StableAdamW(**ADAM, cautious_decay=True, shows_update=True)
+Case = tuple[Callable[[], NoClip], Any, AfterUpdate]
+CASES: dict[str, Case] = {name: (kind, SHOWN, AfterUpdate()) for name, kind in TIGHT.items()}
+CASES |= {name: (NoClip, made, AfterUpdate()) for name, made in OPTIMIZERS.items()}
+CASES["update_norm_stable"] = (
+    TIGHT["update_norm"],
+    replace(OPTIMIZERS["stable_adamw"], shows_update=True),
+    AfterUpdate(),
+)
+CASES["centering"] = NoClip, OPTIMIZERS["sgd"], Centering()
 
 NORMS = 1.0, 1.2, 0.9, 8.0, 1.1, 0.7, 30.0, 1.0, 1.3
 """Of the gradients, step by step."""
 
 WITHHELD = 4
 """The step whose gradient has a NaN."""
+
+LARGE = 7
+"""The step before which one weight of the head, on one rank, becomes too large to be centred."""
 
 
 class Uneven(nn.Module):
@@ -92,15 +104,26 @@ def whole_norms(model: nn.Module, parallel: FSDP) -> GradNorms:
     return parallel.norms_from_rows(norms, rows.view(-1, len(row)))
 
 
-def steps(model: nn.Module, kind: NoClip, make: Any, norms: Callable[[nn.Module], GradNorms]) -> dict[str, Any]:
-    """All steps; reports, statistics, weights and moments."""
-    optimizer, reports = make(model), []
+def grow(weight: Any) -> None:
+    """Makes one value of the last row large."""
+    grown = torch.zeros(weight.shape)
+    grown[-1, 0] = 1e17
+    with torch.no_grad():
+        weight.add_(shard_like(weight, grown))
+
+
+def steps(model: Uneven, case: Case, norms: Callable[[nn.Module], GradNorms]) -> dict[str, Any]:
+    """All steps; reports, weights and moments."""
+    kind, optimizer, after_update, reports = case[0](), case[1](model), case[2], []
     for step in range(len(NORMS)):
+        if step == LARGE and isinstance(after_update, Centering):
+            grow(model.head.weight)
         give(model, step)
         measured = norms(model)
         gate = torch.isfinite(measured.total)
         clipped = kind(model, measured, gate)
         apply(optimizer, gate, clipped.scale_update)
+        after_update(model, gate)
         active = -1.0 if clipped.active is None else float(clipped.active)
         reports.append(torch.tensor([float(clipped.coef), active]))
     moments = [
@@ -115,13 +138,12 @@ def steps(model: nn.Module, kind: NoClip, make: Any, norms: Callable[[nn.Module]
 
 def compared(case: str, parallel: FSDP) -> dict[str, Any]:
     """Runs a case on shards and on whole tensors; returns the reports, and what differs."""
-    kind, make = CASES[case]
     torch.manual_seed(0)
     model = Uneven()
-    whole, ours, theirs = copy.deepcopy(model), kind(), kind()
+    whole = copy.deepcopy(model)
     parallel.shard(model)
-    found = steps(model, ours, make, lambda model: whole_norms(model, parallel))
-    wanted = steps(whole, theirs, make, measure)
+    found = steps(model, CASES[case], lambda model: whole_norms(model, parallel))
+    wanted = steps(whole, CASES[case], measure)
     differs = []
     for name, each in wanted.items():
         got = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]

@@ -64,11 +64,19 @@ WHOLE = {
     "monitors": [*GPT, "monitors=full", "monitors.every=2"],
     "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2"],
     "mu": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"],
+    "mu_whole": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "grad_accum_steps=2"],
+    "centered": [
+        *GPT,
+        "zloss=mu_centering",
+        "optimizer=spam",
+        "optimizer.reset_interval=3",
+        "optimizer.warmup_steps=2",
+    ],
     "mu_centering": [*GPT, "zloss=mu_centering", "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
 }
 """Options that need whole tensors, or sums over their shards."""
 
-ON_SHARDS = ("agc", "update_norm", "stable_adamw")
+ON_SHARDS = ("agc", "update_norm", "stable_adamw", "mu_whole", "centered")
 """Those tried with fsdp, too, in one launch; `test_shards.py` has the others."""
 
 NARROW = {
@@ -114,8 +122,6 @@ KINDS = {
 REFUSED = {
     "fsdp/muon": ["optimizer=muon"],
     "fsdp/kimi": ["qkclip=kimi"],
-    "fsdp/mu": ["zloss=mu"],
-    "fsdp/mu_centering": ["zloss=mu_centering"],
     "fsdp/monitors": ["monitors=full"],
     "fsdp/bf16_params": ["precision=bf16_params"],
 }

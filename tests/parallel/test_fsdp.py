@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import GatheredState
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart
 from stabletrain.stability.objective import CrossEntropy
+from stabletrain.stability.parameter_roles import classifier
 from tests.monitors.watched import tiny_gpt, tiny_resnet, tokens
 from tests.runs import CONF
 
@@ -94,6 +96,28 @@ def test_a_sharded_model_computes_the_same_as_the_whole_model(only):
     whole = copy.deepcopy(model)
     only.shard(model)
     torch.testing.assert_close(run_passes(model, batch), run_passes(whole, batch))
+    for sharded, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
+
+
+HEADS = {
+    "of_the_root": partial(tiny_gpt, dropout=0.0),
+    "apart": lambda: nn.Sequential(nn.Embedding(32, 2), nn.Flatten(), nn.Linear(16, 3)),
+}
+
+
+@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+def test_the_head_is_whole_after_the_forward_pass_and_its_gradient_counts(only, make):
+    model, batch = make(), tokens()
+    whole = copy.deepcopy(model)
+    only.shard(model)
+    forward = only.with_whole(model, model, classifier(model))
+    for run, each in ((forward, model), (whole, whole)):
+        outputs = run(batch.inputs)
+        weight = classifier(each).weight
+        assert not is_sharded(weight)
+        (outputs.square().mean() + weight.mean(dim=0).square().sum()).backward()
+    assert all(map(is_sharded, model.parameters())), "until the backward pass has used it"
     for sharded, expected in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
 
