@@ -23,7 +23,7 @@ SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "stable_adamw", "spam", "sgd"),
     "clipping": ("none", "norm", "value", "per_module", "agc", "adagc", "zclip", "update_norm"),
     "qkclip": ("none",),
-    "monitors": ("none", "default"),
+    "monitors": ("none", "default", "full"),
     "precision": ("auto", "fp32", "tf32", "bf16", "fp16", "fp8"),
 }
 """Options that work on shards: they are elementwise, or add up the numbers of all ranks (`shards.py`)."""

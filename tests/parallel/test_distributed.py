@@ -113,7 +113,7 @@ KINDS = {
         if is_tried(kind, name)
     },
     **{f"ddp/{name}": [*chosen, "parallel=ddp"] for name, chosen in WHOLE.items()},
-    **{f"fsdp/{name}": [*WHOLE[name], "parallel=fsdp"] for name in ON_SHARDS},
+    **{f"fsdp/{name}": [*WHOLE[name], "parallel=fsdp", "guard.recheck_every=3"] for name in ON_SHARDS},
     "ddp/dropout": [*GPT, "parallel=ddp", "model.dropout=0.5"],
     **{f"{kind}/fp16_calibrating": [*CALIBRATING, f"parallel={kind}"] for kind in ("ddp", "fsdp")},
     "fsdp/kept": [*GPT, "parallel=fsdp", "parallel.reshard_after_forward=false"],
@@ -122,7 +122,6 @@ KINDS = {
 REFUSED = {
     "fsdp/muon": ["optimizer=muon"],
     "fsdp/kimi": ["qkclip=kimi"],
-    "fsdp/monitors": ["monitors=full"],
     "fsdp/bf16_params": ["precision=bf16_params"],
 }
 """Options that need whole tensors, rejected with fsdp."""
@@ -200,6 +199,7 @@ def test_batchnorms_statistics_are_those_of_a_micro_batch(two, one, kind):
 def test_what_looks_at_whole_tensors_does_so_on_several_ranks(two, one, name):
     for seen in two:
         agree(seen[name], one(*WHOLE[name.partition("/")[2]]), rel=1e-4)
+        assert not any(numbers(seen[name], "recheck_update")), "shards have the same bits again"
 
 
 @pytest.fixture(scope="module")

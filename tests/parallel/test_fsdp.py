@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from stabletrain.checkpoint.tree import is_sharded
 from stabletrain.errors import ConfigError
+from stabletrain.monitors.probe import measure_gradients
 from stabletrain.parallel.fsdp import FSDP, SUPPORTED, blocks
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import GatheredState
@@ -120,6 +121,17 @@ def test_the_head_is_whole_after_the_forward_pass_and_its_gradient_counts(only, 
     assert all(map(is_sharded, model.parameters())), "until the backward pass has used it"
     for sharded, expected in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
+
+
+def test_monitors_measure_every_parameter_of_a_sharded_model(only):
+    model, batch = tiny_gpt(dropout=0.0), tokens()
+    whole = copy.deepcopy(model)
+    only.shard(model)
+    run_passes(model, batch)
+    run_passes(whole, batch)
+    found, expected = (measure_gradients(each).layers().metrics for each in (model, whole))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(found) == 2 * len([*whole.parameters()])
 
 
 def test_gradients_are_reduced_after_the_last_micro_batch_only(only):
