@@ -78,11 +78,14 @@ class FSDP(Distributed):
         This is the all-gather that the backward pass would begin with, so nothing more is sent.
         """
         units = [each for each in model.modules() if isinstance(each, FSDPModule)]
-        holder = [unit for unit in units if any(module is part for module in unit.modules())][-1]  # the innermost
+        holders = [unit for unit in units if any(module is part for module in unit.modules())]
+        if not holders:  # a whole copy of the model, as for a replay
+            return forward
+        innermost = holders[-1]
 
         def gathering(*inputs: Any, **options: Any) -> Any:
             outputs = forward(*inputs, **options)
-            holder.unshard()
+            innermost.unshard()
             return outputs
 
         return gathering

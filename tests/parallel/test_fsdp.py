@@ -123,6 +123,11 @@ def test_the_head_is_whole_after_the_forward_pass_and_its_gradient_counts(only, 
         torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
 
 
+def test_a_whole_copy_of_the_model_has_nothing_to_gather(fsdp):
+    model = tiny_gpt()
+    assert fsdp.with_whole(model, model, classifier(model)) is model
+
+
 def test_monitors_measure_every_parameter_of_a_sharded_model(only):
     model, batch = tiny_gpt(dropout=0.0), tokens()
     whole = copy.deepcopy(model)
