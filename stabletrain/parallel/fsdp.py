@@ -39,7 +39,6 @@ class FSDP(Distributed):
 
     name = "fsdp"
     has_whole_moments = False
-    head_apart = False  # its weights are gathered within the forward pass only
 
     def __init__(self, ranks: Ranks, reshard_after_forward: bool = True, timeouts: Timeouts | None = None) -> None:
         super().__init__(ranks, timeouts)

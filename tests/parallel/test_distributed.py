@@ -64,7 +64,6 @@ WHOLE = {
     "monitors": [*GPT, "monitors=full", "monitors.every=2"],
     "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2"],
     "mu": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"],
-    "mu_whole": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "grad_accum_steps=2"],
     "centered": [
         *GPT,
         "zloss=mu_centering",
@@ -76,7 +75,7 @@ WHOLE = {
 }
 """Options that need whole tensors, or sums over their shards."""
 
-ON_SHARDS = ("agc", "update_norm", "stable_adamw", "mu_whole", "centered")
+ON_SHARDS = ("agc", "update_norm", "stable_adamw", "mu", "chunks", "centered")
 """Those tried with fsdp, too, in one launch; `test_shards.py` has the others."""
 
 NARROW = {
@@ -135,7 +134,9 @@ UNUSED_CASES = {
 CASES = {name: {"overrides": chosen} for name, chosen in (KINDS | UNUSED_CASES).items()} | {
     name: {"overrides": [*GPT, *chosen, "parallel=fsdp"]} for name, chosen in REFUSED.items()
 }
-CASES["fsdp/chunks"] = {"overrides": [*GPT, "parallel=fsdp", "loss_chunk=7"]}
+CASES["ddp/chunks_of_some"] = {
+    "overrides": [*GPT, "parallel=ddp", "parallel.find_unused_parameters=true", "loss_chunk=7"]
+}
 CASES["ddp/bf16_params"] = {"overrides": [*GPT, "parallel=ddp", "precision=bf16_params"]}
 CASES |= {
     f"{kind}/other_data": {"overrides": [*GPT, f"parallel={kind}", "data.seed='${oc.decode:${oc.env:RANK}}'"]}
@@ -218,10 +219,11 @@ def test_and_is_refused_with_fsdp(refused, name):
 
 
 @pytest.mark.slow
-def test_chunks_of_a_loss_are_refused_with_fsdp(two):
+def test_chunks_of_a_loss_are_refused_where_ddp_looks_for_unused_parameters(two):
     for seen in two:
-        assert seen["fsdp/chunks"]["error"] == "ConfigError"
-        assert "use loss_chunk=auto or none, or parallel=ddp" in seen["fsdp/chunks"]["message"]
+        assert seen["ddp/chunks_of_some"]["error"] == "ConfigError"
+        wanted = "use loss_chunk=auto or none, or parallel.find_unused_parameters=false"
+        assert wanted in seen["ddp/chunks_of_some"]["message"]
 
 
 @pytest.mark.slow(unless=lambda kind: kind == "ddp")
