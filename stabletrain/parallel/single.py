@@ -64,6 +64,13 @@ class SingleProcess:
         """Returns the module to call for the forward pass: the model itself."""
         return model
 
+    def with_whole(self, forward: Callable[..., Any], model: nn.Module, part: nn.Module | None) -> Callable[..., Any]:
+        """Returns a forward pass of `model` after which the weights of one of its modules are whole: `forward`.
+
+        They are whole until the backward pass has used them.
+        """
+        return forward
+
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Returns a context for one micro-batch, which synchronizes gradients after the last one only."""
         return nullcontext()

@@ -418,7 +418,7 @@ def tools_from_options(
         ConfigError: a value is out of bounds.
     """
     zloss = options.choices["zloss"] if isinstance(options, Options) else type(options.zloss).__name__
-    check_head(options.zloss, zloss, model, head_apart)
+    check_head(options.zloss, zloss, model)
     return Tools(
         sanitizer=Sanitizer(vocab_size),
         precision=precision,

@@ -182,12 +182,13 @@ def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, parallel
 def tensor_by_tensor(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer is known to update each tensor independently.
 
-    PyTorch's optimizers and this package's do. A user's optimizer may not, and a hook may do anything.
+    PyTorch's optimizers and this package's do. A user's optimizer may not, and a hook may do anything. A step that
+    communicates is left out: a rank without the memory to repeat it would leave the others waiting.
     """
     known = type(optimizer).__module__.startswith(("torch.optim.", "stabletrain."))
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     ours = all((getattr(hook, "__module__", None) or "").startswith("stabletrain.") for hook in hooks)
-    return known and ours and not needs_closure(optimizer)
+    return known and ours and not needs_closure(optimizer) and not getattr(optimizer, "communicates", False)
 
 
 def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any], Tensor, Optimizer] | None:
