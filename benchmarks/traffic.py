@@ -8,7 +8,7 @@
     both   one small all-gather of a row of numbers (`stabletrain/parallel/distributed.py`), and one all-reduce of
            BatchNorm's statistics; with fsdp one all-reduce of the lengths of update and weights
 
-Everything is fp32, as the weights are, except with `precision=bf16_params`. Collectives use a ring, as NCCL's and
+Everything is fp32, as the weights are. Collectives use a ring, as NCCL's and
 gloo's do: of B bytes over W ranks, each rank sends B (W-1)/W to all-gather or reduce-scatter, in W-1 messages, and
 twice that to all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same
 bytes.

@@ -314,8 +314,9 @@ class GradNorms:
     sharded: Sequence[bool] = ()
 
 
-ScaleUpdate = Callable[[Tensor, Tensor], Tensor]
-"""Returns the factor of a whole update, in (0, 1], 0-d fp32: from its norm over the learning rate, and the gate."""
+ScaleUpdate = Callable[[Callable[[], Tensor], Tensor], Tensor]
+"""Returns the factor of a whole update, in (0, 1], 0-d fp32. Takes the gate, and before it a function that computes the
+norm of the update over the learning rate."""
 
 
 @dataclass(frozen=True)

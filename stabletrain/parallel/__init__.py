@@ -7,6 +7,8 @@
 | distributed | what DDP and FSDP share: slices of the batch, one small all-gather per step, one verdict |
 | ddp | every rank has the whole model; gradients are averaged, and replicas compared |
 | fsdp | weights, gradients and moments are sharded across ranks |
+| shards | the parts of sharded tensors, and sums over the ranks that hold them |
+| owners | divides work on whole matrices among the ranks |
 | loop | the ranks of a loop of the user's own, and the wrappers around its model |
 | whole | whole weights for replays, gathered if they are sharded |
 | options | the options of the config group |

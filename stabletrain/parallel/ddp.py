@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stabletrain.errors import ConfigError
 from stabletrain.machine.memory import within_memory
 from stabletrain.parallel.distributed import Distributed
+from stabletrain.parallel.owners import Replicas
 from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object
 from stabletrain.records import GradNorms, RankPart, TrainState
 
@@ -59,6 +60,7 @@ class DDP(Distributed):
     ) -> None:
         super().__init__(ranks, timeouts)
         self.compare = compare
+        self.owners = Replicas(ranks)
         self.find_unused_parameters = find_unused_parameters
         self.head_apart = not find_unused_parameters  # DDP would count the head as unused
         self._wrapped: DistributedDataParallel | None = None

@@ -20,13 +20,11 @@ from stabletrain.parallel.whole import GatheredState, WholeState
 from stabletrain.records import GradNorms, RankPart
 
 SUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("adamw", "sgd"),
-    "clipping": ("none", "norm", "zclip"),
-    "qkclip": ("none",),
-    "monitors": ("none", "default"),
-    "precision": ("auto", "fp32", "tf32", "bf16", "fp16", "fp8"),
+    "optimizer": ("adamw", "stable_adamw", "spam", "sgd", "muon"),
+    "clipping": ("none", "norm", "value", "per_module", "agc", "adagc", "zclip", "update_norm"),
+    "monitors": ("none", "default", "full"),
 }
-"""Options that work on shards: they are elementwise, or use only the norm of the whole gradient."""
+"""Options that work on shards: they are elementwise, or add up the numbers of all ranks (`shards.py`)."""
 
 
 class FSDP(Distributed):
@@ -39,7 +37,6 @@ class FSDP(Distributed):
 
     name = "fsdp"
     has_whole_moments = False
-    head_apart = False  # its weights are gathered within the forward pass only
 
     def __init__(self, ranks: Ranks, reshard_after_forward: bool = True, timeouts: Timeouts | None = None) -> None:
         super().__init__(ranks, timeouts)
@@ -71,6 +68,24 @@ class FSDP(Distributed):
         for block in blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+
+    def with_whole(self, forward: Callable[..., Any], model: nn.Module, part: nn.Module | None) -> Callable[..., Any]:
+        """Returns a forward pass after which the weights of the unit that holds `part` are gathered.
+
+        This is the all-gather that the backward pass would begin with, so nothing more is sent.
+        """
+        units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        holders = [unit for unit in units if any(module is part for module in unit.modules())]
+        if not holders:  # a whole copy of the model, as for a replay
+            return forward
+        innermost = holders[-1]
+
+        def gathering(*inputs: Any, **options: Any) -> Any:
+            outputs = forward(*inputs, **options)
+            innermost.unshard()
+            return outputs
+
+        return gathering
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, last: bool) -> Generator[None]:

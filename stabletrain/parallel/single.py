@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from stabletrain.buffers import SavedBuffers
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.machine.signals import NoStopRequest, StopRequest
+from stabletrain.parallel.owners import Owners
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import WholeState
 from stabletrain.records import Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks, TrainState
@@ -22,12 +23,14 @@ class SingleProcess:
         name: `alone`, `ddp` or `fsdp`.
         has_whole_moments: whether every rank has the optimizer's whole moments.
         head_apart: whether the model's head may run outside its forward pass.
+        owners: how the ranks divide an optimizer's work on matrices that are whole on each of them.
     """
 
     ranks: Ranks
     name = "alone"
     has_whole_moments = True
     head_apart = True
+    owners = Owners()
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
@@ -60,6 +63,13 @@ class SingleProcess:
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Returns the module to call for the forward pass: the model itself."""
         return model
+
+    def with_whole(self, forward: Callable[..., Any], model: nn.Module, part: nn.Module | None) -> Callable[..., Any]:
+        """Returns a forward pass of `model` after which the weights of one of its modules are whole: `forward`.
+
+        They are whole until the backward pass has used them.
+        """
+        return forward
 
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Returns a context for one micro-batch, which synchronizes gradients after the last one only."""

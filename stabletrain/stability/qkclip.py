@@ -2,20 +2,22 @@
 
     W_q, W_k <- sqrt(gamma) W_q, sqrt(gamma) W_k       gamma = min(1, max_logit / S_max),  per head
 
-S_max is the head's largest attention logit q·k / sqrt(d) in the forward passes of the step. The scaling reduces the
-logits by gamma, so the next step's start from the bound; attention itself is unchanged. Source: Kimi K2, arXiv
-2507.20534, section 2.1 (there with Muon; works with any optimizer).
+S_max is the head's largest attention logit q·k / sqrt(d) in the forward passes of the step, on all ranks. The scaling
+reduces the logits by gamma, so the next step's start from the bound; attention itself is unchanged. Source: Kimi K2,
+arXiv 2507.20534, section 2.1 (there with Muon; works with any optimizer).
 
 A kind of QK-clip creates a meter for each attention, and is called with the model after the update.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.parallel.owners import own_rows
 from stabletrain.records import LOGITS_AT_ONCE
 from stabletrain.stability.after_update import AfterUpdate
 
@@ -111,7 +113,15 @@ class QKClip(NoQKClip):
             past = gate & torch.isfinite(seen) & (seen > self.max_logit)
             # Queries and keys each take the root, so that their product takes the whole factor.
             root = torch.where(past, self.max_logit / seen, 1.0).sqrt()
-            for projection in (attention.get_submodule("query"), attention.get_submodule("key")):
-                for parameter in projection.parameters():  # weight [width, n_embd] and bias [width]: head by head
-                    parameter.unflatten(0, (len(root), -1)).mul_(root.view(-1, *[1] * parameter.ndim))
+            # weight [width, n_embd] and bias [width]: head by head
+            scaled = [p for name in ("query", "key") for p in attention.get_submodule(name).parameters()]
+            factors = {rows: root.repeat_interleave(rows // len(root)) for rows in {len(p) for p in scaled}}
+            for parameter in scaled:
+                scale_rows_(parameter, factors[len(parameter)])
             seen.zero_()
+
+
+def scale_rows_(parameter: Any, factors: Float[Tensor, " rows"]) -> None:
+    """Multiplies each row by its factor; of a sharded parameter, the rows that this rank has."""
+    rows = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    rows.mul_(factors[own_rows(parameter)].view(-1, *[1] * (rows.ndim - 1)))

@@ -26,6 +26,7 @@ from stabletrain.in_flight import InFlight
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
+from stabletrain.parallel.owners import without_owners
 from stabletrain.records import Batch, Reading, TrainState
 from stabletrain.step import Computed, apply, close_gate, compute, count_targets, forward_backward
 from stabletrain.tools import Tools
@@ -228,7 +229,12 @@ def repeat_of_update(
     if reading.applied:  # the step was repeated, and its second update was finite
         return lambda: None
     opened = torch.ones((), dtype=torch.bool, device=device)
-    return lambda: update_fault(state.model, state.optimizer, lambda: apply(state.optimizer, opened))
+
+    def explain() -> UpdateFault | None:
+        with without_owners(state.optimizer):  # another rank may fail to record its update, and so not be there
+            return update_fault(state.model, state.optimizer, lambda: apply(state.optimizer, opened))
+
+    return explain
 
 
 def transformed(batch: Batch, device: torch.device) -> Batch:

@@ -31,6 +31,7 @@ from stabletrain.stability.after_update import InTurn
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.objective.chunked_loss import with_loss_chunk
 from stabletrain.stability.objective.cross_entropy import check_head
+from stabletrain.stability.optimizers.muon import MuonAndAdamW
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.stability.precision.base import FullPrecision
 from stabletrain.stability.sanitize import Sanitizer
@@ -196,6 +197,8 @@ def build_model(
     if getattr(options.clipping, "clips_updates", False):
         overrides["shows_update"] = True  # the configuration was checked: it is one of this package's optimizers
     optimizer, note = make_optimizer(options.optimizer, model, overrides)
+    if isinstance(optimizer, MuonAndAdamW):
+        optimizer.owners = parallel.owners
     LearningRate(options.warmup, options.schedule, options.steps).attach(optimizer.param_groups)
     state = TrainState(model, optimizer, average=options.averaging.begin(model, options.steps))
     precision.attach(model, state.optimizer)
@@ -415,7 +418,7 @@ def tools_from_options(
         ConfigError: a value is out of bounds.
     """
     zloss = options.choices["zloss"] if isinstance(options, Options) else type(options.zloss).__name__
-    check_head(options.zloss, zloss, model, head_apart)
+    check_head(options.zloss, zloss, model)
     return Tools(
         sanitizer=Sanitizer(vocab_size),
         precision=precision,

@@ -315,7 +315,7 @@ def feed_clipping(clipping, rng, step):
     each = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
     gate = torch.tensor(rng.random() < 0.8)
     clipped = clipping(model, GradNorms(each.norm(), each), gate)
-    scaled = None if clipped.scale_update is None else clipped.scale_update(each.norm(), gate)
+    scaled = None if clipped.scale_update is None else clipped.scale_update(each.norm, gate)
     return (clipped.coef, clipped.active, scaled), [p.grad for p in model.parameters()]
 
 

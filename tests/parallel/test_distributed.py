@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.parallel.launches import on_demand, performed
+from tests.parallel.launches import on_demand
 from tests.parallel.worker import numbers, perform
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET
 
@@ -33,6 +33,7 @@ BOTH = {
     "sandwich": [*GPT, "norm_placement=sandwich", "model.mlp=swiglu", "model.swiglu_limit=0.01"],
     "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
     "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
+    "kimi": [*GPT, "optimizer=muon", "optimizer.per_head=true", "qkclip=kimi", "qkclip.max_logit=1e-3"],
     "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
 }
 """What ddp and fsdp can both do."""
@@ -43,7 +44,7 @@ ESSENTIAL = (
 )
 """Cases of the fast tier."""
 
-DDP_ONLY = {
+WHOLE = {
     "agc": [*GPT, "clipping=agc", "clipping.clipping=1e-3"],
     "adagc": [*GPT, "clipping=adagc", "clipping.warmup_steps=2", "clipping.max_norm=0.1"],
     "per_module": [*GPT, "clipping=per_module", "clipping.max_norm=0.05"],
@@ -57,19 +58,29 @@ DDP_ONLY = {
         "optimizer.cautious_decay=true",
     ],
     "value": [*GPT, "clipping=value", "clipping.clip_value=1e-4"],
-    "muon": [*GPT, "optimizer=muon", "optimizer.per_head=true", "optimizer.cautious_decay=true"],
+    "cautious_muon": [*GPT, "optimizer=muon", "optimizer.per_head=true", "optimizer.cautious_decay=true"],
     "spam": [*GPT, "optimizer=spam", "optimizer.reset_interval=3", "optimizer.warmup_steps=2"],
     "stable_adamw": [*GPT, "optimizer=stable_adamw"],
-    "kimi": [*GPT, "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
     "monitors": [*GPT, "monitors=full", "monitors.every=2"],
     "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2"],
     "mu": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"],
+    "centered": [
+        *GPT,
+        "zloss=mu_centering",
+        "optimizer=spam",
+        "optimizer.reset_interval=3",
+        "optimizer.warmup_steps=2",
+    ],
     "mu_centering": [*GPT, "zloss=mu_centering", "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
 }
-"""Options that need whole tensors."""
+"""Options that need whole tensors, or sums over their shards."""
+
+ON_SHARDS = ("cautious_muon", "agc", "update_norm", "stable_adamw", "mu", "chunks", "centered")
+"""Those tried with fsdp, too, in one launch; `test_shards.py` has the others."""
 
 NARROW = {
     "bf16": [*GPT, "precision=bf16"],
+    "bf16_params": [*GPT, "precision=bf16_params"],
     "fp8": [*GPT, "precision=fp8"],
     "fp8_rowwise": [*GPT, "precision=fp8", "precision.recipe=rowwise", "grad_accum_steps=2"],
     "fp16": [*GPT, "precision=fp16", "precision.init_scale=1024"],
@@ -80,7 +91,7 @@ CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.gr
 
 WITH_ONE = {
     *("fsdp/norm", "fsdp/sandwich", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
-    *("ddp/bf16", "fsdp/fp8", "ddp/fp8_rowwise"),
+    *("ddp/bf16", "fsdp/bf16_params", "fsdp/fp8", "ddp/fp8_rowwise"),
 }
 """Options that are tried with ddp or with fsdp: nothing in them depends on it."""
 
@@ -101,38 +112,23 @@ KINDS = {
         for kind in ("ddp", "fsdp")
         if is_tried(kind, name)
     },
-    **{f"ddp/{name}": [*chosen, "parallel=ddp"] for name, chosen in DDP_ONLY.items()},
+    **{f"ddp/{name}": [*chosen, "parallel=ddp"] for name, chosen in WHOLE.items()},
+    **{f"fsdp/{name}": [*WHOLE[name], "parallel=fsdp", "guard.recheck_every=3"] for name in ON_SHARDS},
     "ddp/dropout": [*GPT, "parallel=ddp", "model.dropout=0.5"],
     **{f"{kind}/fp16_calibrating": [*CALIBRATING, f"parallel={kind}"] for kind in ("ddp", "fsdp")},
     "fsdp/kept": [*GPT, "parallel=fsdp", "parallel.reshard_after_forward=false"],
     "auto/gpt": GPT,
 }
-REFUSED = {
-    "fsdp/agc": ["clipping=agc"],
-    "fsdp/adagc": ["clipping=adagc"],
-    "fsdp/per_module": ["clipping=per_module"],
-    "fsdp/value": ["clipping=value"],
-    "fsdp/muon": ["optimizer=muon"],
-    "fsdp/spam": ["optimizer=spam"],
-    "fsdp/stable_adamw": ["optimizer=stable_adamw"],
-    "fsdp/kimi": ["qkclip=kimi"],
-    "fsdp/mu": ["zloss=mu"],
-    "fsdp/mu_centering": ["zloss=mu_centering"],
-    "fsdp/monitors": ["monitors=full"],
-    "fsdp/bf16_params": ["precision=bf16_params"],
-}
-"""Options that need whole tensors, rejected with fsdp."""
-
 UNUSED = [*RESNET, "model._target_=tests.parallel.given.Unused", "init=torch"]
 UNUSED_CASES = {
     "found": [*UNUSED, "parallel=ddp", "parallel.find_unused_parameters=true"],
     "not_found": [*UNUSED, "parallel=ddp"],
     "sharded": [*UNUSED, "parallel=fsdp"],
 }
-CASES = {name: {"overrides": chosen} for name, chosen in (KINDS | UNUSED_CASES).items()} | {
-    name: {"overrides": [*GPT, *chosen, "parallel=fsdp"]} for name, chosen in REFUSED.items()
+CASES = {name: {"overrides": chosen} for name, chosen in (KINDS | UNUSED_CASES).items()}
+CASES["ddp/chunks_of_some"] = {
+    "overrides": [*GPT, "parallel=ddp", "parallel.find_unused_parameters=true", "loss_chunk=7"]
 }
-CASES["fsdp/chunks"] = {"overrides": [*GPT, "parallel=fsdp", "loss_chunk=7"]}
 CASES["ddp/bf16_params"] = {"overrides": [*GPT, "parallel=ddp", "precision=bf16_params"]}
 CASES |= {
     f"{kind}/other_data": {"overrides": [*GPT, f"parallel={kind}", "data.seed='${oc.decode:${oc.env:RANK}}'"]}
@@ -143,7 +139,7 @@ FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("d
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    return on_demand(shared_place / "agreement_two", 2, CASES)
+    return on_demand(shared_place / "agreement_two", 2, CASES, [[f"fsdp/{name}" for name in ON_SHARDS]])
 
 
 @pytest.fixture(scope="module")
@@ -192,33 +188,19 @@ def test_batchnorms_statistics_are_those_of_a_micro_batch(two, one, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DDP_ONLY)
-def test_what_looks_at_whole_tensors_does_so_with_ddp(two, one, name):
+@pytest.mark.parametrize("name", [*(f"ddp/{name}" for name in WHOLE), *(f"fsdp/{name}" for name in ON_SHARDS)])
+def test_what_looks_at_whole_tensors_does_so_on_several_ranks(two, one, name):
     for seen in two:
-        agree(seen[f"ddp/{name}"], one(*DDP_ONLY[name]), rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def refused(shared_place):
-    """What each rank said of options that need whole tensors, in one launch."""
-    cases = {name: CASES[name] for name in REFUSED if name != "fsdp/agc"}
-    return performed(shared_place / "agreement_refused", 2, cases)
+        agree(seen[name], one(*WHOLE[name.partition("/")[2]]), rel=1e-4)
+        assert not any(numbers(seen[name], "recheck_update")), "shards have the same bits again"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_and_is_refused_with_fsdp(request, name):
-    for seen in request.getfixturevalue("two" if name == "fsdp/agc" else "refused"):
-        assert seen[name]["error"] == "ConfigError"
-        assert "needs whole tensors, but parallel=fsdp shards them across the ranks: use " in seen[name]["message"]
-        assert REFUSED[name][0] in seen[name]["message"]
-
-
-@pytest.mark.slow
-def test_chunks_of_a_loss_are_refused_with_fsdp(two):
+def test_chunks_of_a_loss_are_refused_where_ddp_looks_for_unused_parameters(two):
     for seen in two:
-        assert seen["fsdp/chunks"]["error"] == "ConfigError"
-        assert "use loss_chunk=auto or none, or parallel=ddp" in seen["fsdp/chunks"]["message"]
+        assert seen["ddp/chunks_of_some"]["error"] == "ConfigError"
+        wanted = "use loss_chunk=auto or none, or parallel.find_unused_parameters=false"
+        assert wanted in seen["ddp/chunks_of_some"]["message"]
 
 
 @pytest.mark.slow(unless=lambda kind: kind == "ddp")

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from stabletrain.checkpoint.tree import is_sharded
 from stabletrain.errors import ConfigError
+from stabletrain.monitors.probe import measure_gradients
 from stabletrain.parallel.fsdp import FSDP, SUPPORTED, blocks
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import GatheredState
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart
 from stabletrain.stability.objective import CrossEntropy
+from stabletrain.stability.parameter_roles import classifier
 from tests.monitors.watched import tiny_gpt, tiny_resnet, tokens
 from tests.runs import CONF
 
@@ -41,7 +44,7 @@ def run_passes(model, batch, sync=None):
 @pytest.mark.parametrize("group", SUPPORTED)
 def test_an_option_that_needs_whole_tensors_is_refused_and_the_error_names_one_that_does_not(fsdp, group):
     options = {file.stem for file in (CONF / group).glob("*.yaml")}
-    assert options > {*SUPPORTED[group]}, "all of them exist, and at least one other option"
+    assert options >= {*SUPPORTED[group]}, "all of them exist"
     fsdp.check(dict.fromkeys([group], SUPPORTED[group][0]))
     for option in options - {*SUPPORTED[group]}:
         with pytest.raises(
@@ -96,6 +99,44 @@ def test_a_sharded_model_computes_the_same_as_the_whole_model(only):
     torch.testing.assert_close(run_passes(model, batch), run_passes(whole, batch))
     for sharded, expected in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
+
+
+HEADS = {
+    "of_the_root": partial(tiny_gpt, dropout=0.0),
+    "apart": lambda: nn.Sequential(nn.Embedding(32, 2), nn.Flatten(), nn.Linear(16, 3)),
+}
+
+
+@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+def test_the_head_is_whole_after_the_forward_pass_and_its_gradient_counts(only, make):
+    model, batch = make(), tokens()
+    whole = copy.deepcopy(model)
+    only.shard(model)
+    forward = only.with_whole(model, model, classifier(model))
+    for run, each in ((forward, model), (whole, whole)):
+        outputs = run(batch.inputs)
+        weight = classifier(each).weight
+        assert not is_sharded(weight)
+        (outputs.square().mean() + weight.mean(dim=0).square().sum()).backward()
+    assert all(map(is_sharded, model.parameters())), "until the backward pass has used it"
+    for sharded, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
+
+
+def test_a_whole_copy_of_the_model_has_nothing_to_gather(fsdp):
+    model = tiny_gpt()
+    assert fsdp.with_whole(model, model, classifier(model)) is model
+
+
+def test_monitors_measure_every_parameter_of_a_sharded_model(only):
+    model, batch = tiny_gpt(dropout=0.0), tokens()
+    whole = copy.deepcopy(model)
+    only.shard(model)
+    run_passes(model, batch)
+    run_passes(whole, batch)
+    found, expected = (measure_gradients(each).layers().metrics for each in (model, whole))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(found) == 2 * len([*whole.parameters()])
 
 
 def test_gradients_are_reduced_after_the_last_micro_batch_only(only):

@@ -182,30 +182,41 @@ def over_ranks(compared: Compared | None, ratios: Tensor, judge: Judge, parallel
 def tensor_by_tensor(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer is known to update each tensor independently.
 
-    PyTorch's optimizers and this package's do. A user's optimizer may not, and a hook may do anything.
+    PyTorch's optimizers and this package's do. A user's optimizer may not, and a hook may do anything. A step that
+    communicates is left out: a rank without the memory to repeat it would leave the others waiting.
     """
     known = type(optimizer).__module__.startswith(("torch.optim.", "stabletrain."))
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     ours = all((getattr(hook, "__module__", None) or "").startswith("stabletrain.") for hook in hooks)
-    return known and ours and not needs_closure(optimizer)
+    return known and ours and not needs_closure(optimizer) and not getattr(optimizer, "communicates", False)
 
 
 def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any], Tensor, Optimizer] | None:
     """Returns the tensor whose turn it is, with its group and optimizer; None if none can be repeated.
 
-    Leaves out tensors without a gradient, optimizers that are not `tensor_by_tensor`, and weights in 16 bits:
-    `precision=bf16_params` gives the optimizer other tensors, and rounds at random.
+    Leaves out tensors without a gradient, optimizers that are not `tensor_by_tensor`, and weights that
+    `precision=bf16_params` rounds at random. Also leaves out what another rank computes: a repetition does not
+    communicate, and the rank whose arithmetic is wrong should notice it.
 
     Args:
         turn: number of the turn; None for the largest tensor.
     """
+    each_one = optimizers_of(optimizer)
+    hooks = [hook for each in each_one for hook in each._optimizer_step_post_hooks.values()]
+    rounded = {id(weight) for hook in hooks for weight in getattr(getattr(hook, "__self__", None), "weights", ())}
     able = [
         (group, weight, each)
-        for each in optimizers_of(optimizer)
+        for each in each_one
         if tensor_by_tensor(each)
         for group in each.param_groups
         for weight in group["params"]
         if weight.grad is not None and not weight.grad.is_sparse and weight.dtype in (torch.float32, torch.float64)
+        if id(weight) not in rounded
+    ]
+    elsewhere = {id(weight) for each in each_one for weight in getattr(each, "computed_elsewhere", list)()}
+    # All ranks repeat something, or none: they compare their results. So a rank without work of its own takes any.
+    able = [each for each in able if id(each[1]) not in elsewhere] or [
+        each for each in able if not hasattr(each[1], "to_local")
     ]
     if not able:
         return None
@@ -215,7 +226,7 @@ def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any],
 def optimizer_of(optimizer: Optimizer, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Optimizer:
     """Returns an optimizer of the same class and options for one tensor, without hooks."""
     alone = object.__new__(type(optimizer))
-    left_out = ("state", "param_groups", "step", "zero_grad")
+    left_out = ("state", "param_groups", "step", "zero_grad", "owners")  # without owners it does all work itself
     alone.__dict__.update(
         {name: each for name, each in vars(optimizer).items() if name not in left_out and not name.endswith("_hooks")}
     )

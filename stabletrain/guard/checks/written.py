@@ -17,7 +17,7 @@ from stabletrain.buffers import buffers_of
 from stabletrain.several_optimizers import optimizers_of
 from stabletrain.stability.optimizers.closed import note_largest_weight
 
-NOT_WRITTEN = ("defaults", "_step_supports_amp_scaling", "grad_scale", "found_inf", "scale_update")
+NOT_WRITTEN = ("defaults", "_step_supports_amp_scaling", "grad_scale", "found_inf", "scale_update", "owners")
 """Attributes that an optimizer's step does not write, besides its hooks."""
 
 LEAVES = frozenset((Tensor, nn.Parameter, float, int, bool, str, type(None)))

@@ -48,28 +48,74 @@ from jaxtyping import Bool, Float32
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.monitors.tensor_norms import gradients
+from stabletrain.parallel.shards import is_sharded, local_parts, norms_over_shards, sum_over_shards
 from stabletrain.records import Clipped, GradNorms
 from stabletrain.stability.clipping.fixed import (
     NoClip,
     check_above_zero,
     clip_factor,
     clipped_in_parts,
+    count,
     may_enter_statistics,
     multiply_,
 )
 from stabletrain.stability.parameter_roles import classifier
 
 
-def unit_norms(x: Tensor) -> Float32[Tensor, "..."]:
-    """Returns the L2 norm of each unit of `x` in fp32, with reduced dimensions kept: `[rows, 1, ...]` or `[1, ...]`."""
-    vector = sum(size > 1 for size in x.shape) <= 1
-    over = range(x.ndim) if vector else range(1, x.ndim)
-    return torch.linalg.vector_norm(x, dim=tuple(over), keepdim=True, dtype=torch.float32)
+def is_vector(x: Tensor) -> bool:
+    """Returns whether a parameter is one unit: at most one of its dimensions is larger than 1."""
+    return sum(size > 1 for size in x.shape) <= 1
+
+
+def unit_norms(tensors: Sequence[Tensor]) -> list[Float32[Tensor, "..."]]:
+    """Returns the L2 norms of the units of each tensor in fp32, with reduced dimensions kept.
+
+    `[rows, 1, ...]` for the rows of this rank, if the tensor is sharded; `[1, ...]` for the part of a vector.
+    """
+    found = []
+    for whole, part in zip(tensors, local_parts(tensors), strict=True):
+        over = tuple(range(0 if is_vector(whole) else 1, whole.ndim))
+        found.append(torch.linalg.vector_norm(part, dim=over, keepdim=True, dtype=torch.float32))
+    return found
 
 
 def flat(norms: Sequence[Tensor]) -> Float32[Tensor, " units"]:
     """Concatenates the unit norms of all tensors."""
     return torch.cat([norm.flatten() for norm in norms])
+
+
+def of_all_ranks(
+    tensors: Sequence[Tensor], norms: Sequence[Tensor], factors: Sequence[Tensor]
+) -> tuple[Float32[Tensor, " tensors"], Float32[Tensor, ""]]:
+    """Returns the norm of each whole tensor, and how many units were clipped, in one all-reduce.
+
+    Args:
+        tensors: sharded tensors.
+        norms: of the units of this rank's part of each, after clipping.
+        factors: of these units.
+    """
+    order = sorted(range(len(tensors)), key=lambda index: is_vector(tensors[index]))  # vectors last
+    masks = [(factors[index] < 1).float() for index in order]
+    rows = [torch.stack(torch._foreach_norm([norms[index] for index in order], 2)).double().square()]
+    rows += [torch.stack(torch._foreach_norm(masks, 1)).double()]
+    squares, cut = sum_over_shards(torch.stack(rows, dim=1), [tensors[index] for index in order]).unbind(dim=1)
+    vectors = sum(map(is_vector, tensors))
+    # Each rank has other rows of a matrix, but the same factor of a vector.
+    once = torch.cat([cut[: len(order) - vectors], cut[len(order) - vectors :].clamp(max=1)])
+    return squares.sqrt().float(), once.sum().float()
+
+
+def of_whole_vectors(norms: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the same unit norms, those of sharded vectors over all their parts, in one all-reduce."""
+    split = [index for index, tensor in enumerate(tensors) if is_vector(tensor) and is_sharded(tensor)]
+    if not split:
+        return norms
+    whole = norms_over_shards(flat([norms[index] for index in split]), [tensors[index] for index in split])
+    found = [*norms]
+    for index, norm in zip(split, whole.unbind(), strict=True):
+        found[index] = norm.view_as(norms[index])
+    return found
 
 
 @dataclass(frozen=True)
@@ -99,16 +145,22 @@ class AGC(NoClip):
         clipped = [(p, gradient) for p, gradient in trained if p not in excluded]
         if not clipped:
             return Clipped(1.0)
+        found, number = [gradient for _, gradient in clipped], len(clipped)
+        both = [*found, *(p for p, _ in clipped)]
+        own = unit_norms(both)
+        measured = of_whole_vectors(own, both)
         # Compute the factors of all units in one vector, so that few kernels run.
-        measured = [unit_norms(gradient) for _, gradient in clipped]
-        before = flat(measured)
-        factors = clip_factor(before, self.clipping * flat([unit_norms(p) for p, _ in clipped]).clamp(min=self.eps))
-        each = factors.split([norm.numel() for norm in measured])
-        for (_, gradient), factor, norm in zip(clipped, each, measured, strict=True):
-            gradient.mul_(factor.view(norm.shape))
+        before, sizes = flat(measured[:number]), [norm.numel() for norm in measured[:number]]
+        factors = clip_factor(before, self.clipping * flat(measured[number:]).clamp(min=self.eps))
+        for part, factor, norm in zip(local_parts(found), factors.split(sizes), measured[:number], strict=True):
+            part.mul_(factor.view(norm.shape))
+        after, cut = before * factors, count(factors)
+        if any(map(is_sharded, found)):
+            after, cut = of_all_ranks(found, (flat(own[:number]) * factors).split(sizes), factors.split(sizes))
         # The reported coefficient covers the whole gradient, so add the norms of the classifier.
         kept = [norms.each[i : i + 1] for i, (p, _) in enumerate(trained) if p in excluded]
-        return clipped_in_parts(norms, torch.cat([before * factors, *kept]), factors)
+        units = sum(1 if is_vector(gradient) else len(gradient) for gradient in found)
+        return clipped_in_parts(norms, torch.cat([after, *kept]), cut, units)
 
 
 @dataclass
@@ -149,17 +201,16 @@ class AdaGC(NoClip):
 
         `active` is the share of tensors clipped: during the warm-up all or none.
         """
-        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-        if not named:
+        names = [name for name, p in model.named_parameters() if p.grad is not None]
+        if not names:
             return Clipped(1.0)
-        names = [name for name, _ in named]
         # By name, which a checkpoint stores: after a resume the parameters are other objects.
         seen, gamma = self._statistics_on(norms.each.device, names)
         warming, known = seen < self.warmup_steps, gamma > 0
         # Use global clipping during the warm-up, and for tensors that have no gamma yet.
         together = clip_factor(norms.total, self.max_norm).expand_as(gamma)
         factors = torch.where(warming | ~known, together, clip_factor(norms.each, self.growth * gamma))
-        torch._foreach_mul_([gradient for _, gradient in named], list(factors.unbind()))
+        torch._foreach_mul_(gradients(model), list(factors.unbind()))
         after = norms.each * factors
         # Update the gammas: the smallest norm during the warm-up, a moving average after it. A gamma rises by at most
         # a factor of beta + (1 - beta) growth per step (1.001 with the paper's values), so it would take long to
@@ -170,7 +221,7 @@ class AdaGC(NoClip):
         moved = torch.where(warming, least, averaged)
         self._gamma |= zip(names, torch.where(taken & may_enter_statistics(after), moved, gamma).unbind(), strict=True)
         self._seen = seen + taken
-        return clipped_in_parts(norms, after, factors)
+        return clipped_in_parts(norms, after, count(factors), len(factors))
 
     def _statistics_on(self, device: torch.device, names: list[str]) -> tuple[Tensor, Float32[Tensor, " n"]]:
         """Returns the steps counted so far (int64) and each tensor's gamma (0 if it has none yet), on `device`."""

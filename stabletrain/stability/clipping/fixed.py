@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.monitors.tensor_norms import gradients
+from stabletrain.parallel.shards import is_sharded, local_parts, sum_over_shards
 from stabletrain.records import Clipped, GradNorms
 
 
@@ -82,20 +83,22 @@ def may_enter_statistics(norm: Float32[Tensor, "*shape"]) -> Bool[Tensor, "*shap
     return torch.isfinite(square) & (square > 0)
 
 
-def clipped_in_parts(norms: GradNorms, after: Float[Tensor, " n"], factors: Float[Tensor, " m"]) -> Clipped:
+def clipped_in_parts(norms: GradNorms, after: Float[Tensor, " n"], clipped: Float[Tensor, ""], units: int) -> Clipped:
     """Returns the report for a gradient whose parts were scaled separately.
 
     Args:
         norms: norms before clipping.
         after: norms of all parts after clipping, including parts that are never clipped.
-        factors: factors of the parts that may be clipped; may be empty.
+        clipped: number of units that were clipped.
+        units: number of units that may be clipped.
     """
-    clipped = factors < 1
     ratio = torch.nan_to_num(torch.linalg.vector_norm(after) / norms.total, nan=1.0).clamp(max=1.0)
-    return Clipped(
-        coef=torch.where(clipped.any(), ratio, 1.0),
-        active=clipped.float().sum() / max(1, len(factors)),
-    )
+    return Clipped(coef=torch.where(clipped > 0, ratio, 1.0), active=clipped / max(1, units))
+
+
+def count(factors: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+    """Returns how many factors clip."""
+    return (factors < 1).float().sum()
 
 
 @dataclass(frozen=True)
@@ -140,26 +143,31 @@ class ValueClip(NoClip):
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Clamps every `.grad` in place, Inf included; `active` is the share of values clamped."""
-        values = gradients(model)
-        if not values:
+        whole = [p.grad for p in model.parameters() if p.grad is not None]
+        if not whole:
             return Clipped(1.0)
-        cut = torch.stack([(value.abs() > self.clip_value).sum() for value in values]).sum()
+        values = local_parts(whole)
+        cut = torch.stack([(value.abs() > self.clip_value).sum() for value in values])
         torch._foreach_clamp_min_(values, -self.clip_value)
         torch._foreach_clamp_max_(values, self.clip_value)
         # Clamping changes the direction, so the norm cannot be computed from a factor; in fp32, whatever the gradients.
-        after = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32)))
-        ratio = torch.nan_to_num(after / norms.total, nan=1.0).clamp(max=1.0)
-        return Clipped(coef=ratio, active=cut.float() / sum(value.numel() for value in values))
+        after = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32))
+        if any(map(is_sharded, whole)):
+            # One all-reduce for both. float64 squares and adds fp32 without overflow, and counts exactly.
+            both = sum_over_shards(torch.stack([after.double().square(), cut.double()], dim=1), whole)
+            after, cut = both[:, 0].sqrt().float(), both[:, 1]
+        ratio = torch.nan_to_num(torch.linalg.vector_norm(after) / norms.total, nan=1.0).clamp(max=1.0)
+        return Clipped(coef=ratio, active=cut.sum().float() / sum(gradient.numel() for gradient in whole))
 
 
 def by_module(model: nn.Module) -> list[list[Tensor]]:
-    """Returns the gradients of each module that owns some, in the order of `model.parameters()`."""
+    """Returns the gradients of each module that owns some, in the order of `model.parameters()`; or their parts."""
     seen: set[nn.Parameter] = set()
     groups = []
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p not in seen]
         seen.update(own)
-        if group := [p.grad for p in own if p.grad is not None]:
+        if group := local_parts(p.grad for p in own if p.grad is not None):
             groups.append(group)
     return groups
 
@@ -189,4 +197,4 @@ class PerModuleClip(NoClip):
         factors = clip_factor(before, self.max_norm)
         for group, factor in zip(groups, factors.unbind(), strict=True):
             torch._foreach_mul_(group, factor)
-        return clipped_in_parts(norms, before * factors, factors)
+        return clipped_in_parts(norms, before * factors, count(factors), len(factors))

@@ -16,6 +16,7 @@ of applied updates only. Weight decay is not scaled: it does not depend on gradi
 Only an optimizer that shows its update can be scaled (`optimizers/gated.py`); PyTorch's fused kernels write at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -38,14 +39,15 @@ class StepScale:
         self.coef = torch.ones((), device=device)
         self._clipping: Outliers | None = clipping
 
-    def __call__(self, norm: Float32[Tensor, ""], gate: Bool[Tensor, ""]) -> Float32[Tensor, ""]:
+    def __call__(self, norm: Callable[[], Float32[Tensor, ""]], gate: Bool[Tensor, ""]) -> Float32[Tensor, ""]:
         """Returns `coef`, which the first call computes.
 
         Later calls repeat the update, or that of one tensor (`guard/checks/recheck.py`): the factor stays the step's.
+        They do not compute the norm, for which sharded weights need the other ranks.
         """
         if self._clipping is not None:
             # Behind a closed gate the moments lack this step's gradient, so their update is none of this step.
-            self.coef.copy_(torch.where(gate, self._clipping.factor(norm, gate), 1.0))
+            self.coef.copy_(torch.where(gate, self._clipping.factor(norm(), gate), 1.0))
             self._clipping = None
         return self.coef
 

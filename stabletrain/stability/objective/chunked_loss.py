@@ -125,6 +125,7 @@ class ChunkedLoss(Objective):
     def wrap(self, forward: Callable[..., Tensor], model: nn.Module, tools: StepTools) -> Callable[[Tensor], Any]:
         """Returns a forward pass that leaves out the head if the micro-batch is larger than a chunk."""
         whole = self.whole.wrap(forward, model, tools)
+        headless_forward = tools.parallel.with_whole(forward, model, model.classifier())  # ty: ignore[not-callable]
 
         def headless(inputs: Tensor) -> Any:
             if inputs.numel() <= self.tokens:
@@ -132,7 +133,7 @@ class ChunkedLoss(Objective):
             # A hook on the head's weights expects their full gradient, so do not use chunks then.
             if any(weight._backward_hooks for weight in model.classifier().parameters()):  # ty: ignore[not-callable]
                 return whole(inputs)
-            features = forward(inputs, head=False)
+            features = headless_forward(inputs, head=False)
             return ChunkedLogits(features, model, tools, torch.Size((*features.shape[:-1], self.vocabulary)))
 
         return headless
@@ -256,9 +257,8 @@ def with_loss_chunk(objective: Objective, wanted: str | int, model: nn.Module, a
         why = (
             f"{type(model).__name__} has no head that can run outside of its forward pass"
             if able
-            else "FSDP all-gathers the head's weights only during the model's forward pass"
+            else "with parallel.find_unused_parameters=true DDP would count the head as unused"
         )
-        raise ConfigError(
-            f"loss_chunk={wanted}: {why}; use loss_chunk=auto or none{'' if able else ', or parallel=ddp'}"
-        )
+        otherwise = "" if able else ", or parallel.find_unused_parameters=false"
+        raise ConfigError(f"loss_chunk={wanted}: {why}; use loss_chunk=auto or none{otherwise}")
     return objective

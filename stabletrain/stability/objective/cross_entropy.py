@@ -103,24 +103,16 @@ def head_weight(model: nn.Module) -> Tensor:
     return head.get_parameter("weight")
 
 
-def check_head(zloss: NoZLoss, option: str, model: nn.Module, able: bool) -> None:
-    """Checks that the weight of the head is there if a z-loss needs it.
+def check_head(zloss: NoZLoss, option: str, model: nn.Module) -> None:
+    """Checks that the model has a head with a weight if a z-loss needs it.
 
     Args:
         option: of the group `zloss`.
-        able: whether the whole weight exists outside of the model's forward pass.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it has none.
     """
-    if not zloss.needs_head:
-        return
-    if not able:
-        raise ConfigError(
-            f"zloss={option} needs whole tensors, but parallel=fsdp shards them across the ranks: use parallel=ddp, or "
-            "zloss=palm"
-        )
-    if not isinstance(getattr(classifier(model), "weight", None), nn.Parameter):
+    if zloss.needs_head and not isinstance(getattr(classifier(model), "weight", None), nn.Parameter):
         raise ConfigError(
             f"zloss={option} needs the weight of the head, and {type(model).__name__} has no nn.Linear and no method "
             "classifier() that returns the module which has it; fix: add one, or zloss=palm"
@@ -146,8 +138,11 @@ class CrossEntropy(Objective):
             raise ConfigError(f"label_smoothing={self.label_smoothing} is outside [0, 1): 0.1 is customary")
 
     def wrap(self, forward: Callable[..., Any], model: nn.Module, tools: StepTools) -> Callable[..., Any]:
-        """Returns `forward`; if the z-loss needs the weight of the head, the outputs are `with_model`."""
-        return (lambda inputs: self.with_model(forward(inputs), model)) if self.zloss.needs_head else forward
+        """Returns `forward`; if the loss needs the weight of the head, the outputs are `with_model`."""
+        if not self.zloss.needs_head:
+            return forward
+        whole = tools.parallel.with_whole(forward, model, classifier(model))
+        return lambda inputs: self.with_model(whole(inputs), model)
 
     def with_model(self, outputs: Any, model: nn.Module) -> Any:
         """Returns logits, with the model if the z-loss needs the weight of its head."""

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.parallel.shards import is_sharded, local_parts, sum_over_shards
 from stabletrain.stability.after_update import LARGEST_INITIAL_WEIGHT, AfterUpdate
 from stabletrain.stability.objective.cross_entropy import NoZLoss, head_weight
 
@@ -60,10 +61,18 @@ class Centering(AfterUpdate):
     @torch.no_grad()
     def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:
         """Centres the weight if `gate` is open; otherwise changes no bit, because `w - 0` is `w`."""
-        weight, wide = (found := head_weight(model)), torch.promote_types(found.dtype, torch.float32)
-        largest = torch.linalg.vector_norm(weight, float("inf"), dtype=wide)  # NaN if a value is
-        centred = gate & (largest < 0.49 * LARGEST_INITIAL_WEIGHT)
-        weight.sub_(torch.where(centred, mean_row(weight), 0.0))
+        whole = head_weight(model)
+        (weight,), wide = local_parts([whole]), torch.promote_types(whole.dtype, torch.float32)
+        # NaN if a value is; a rank may have no row.
+        largest = torch.linalg.vector_norm(weight, float("inf"), dtype=wide) if len(weight) else weight.new_zeros(())
+        large = ~(largest < 0.49 * LARGEST_INITIAL_WEIGHT)
+        if is_sharded(whole):  # one all-reduce, for the mean and for what any rank has found
+            row = torch.cat([weight.sum(dim=0, dtype=wide).flatten(), large.to(wide)[None]])
+            sums = sum_over_shards(row[None], [whole])[0]
+            mean, large = (sums[:-1] / len(whole)).view(whole.shape[1:]), sums[-1] > 0
+        else:
+            mean = mean_row(weight)
+        weight.sub_(torch.where(gate & ~large, mean, 0.0))
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
+from stabletrain.parallel.shards import is_sharded, norms_over_shards
 from stabletrain.stability.optimizers.gated import (
     GatedOptimizer,
     Moments,
@@ -156,30 +157,48 @@ class CappedAdamW(GatedOptimizer):
     norm of these ratios would make the rate 0. v includes this step's g, so the bias correction is never 0.
     """
 
+    @property
+    def communicates(self) -> bool:
+        """RMS is that of a whole tensor."""
+        return any(is_sharded(weight) for group in self.param_groups for weight in group["params"])
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
         """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
-        updates = []
+        measured = []
         for group in self.param_groups:
             if (known := moments(self, group)) is None:
                 continue
-            beta1, beta2 = group["betas"]
             counts = torch.stack(known.steps) + 1
             # The moments take in this step's gradient first, so that RMS sees it in v. If the update is withheld, they
             # stay as they are, and so does everything that is computed from them below.
             update_moments_(known, group)
-            root = root_of_second(known, bias_correction(beta2, counts))
-            rates = group["lr"] / bias_correction(beta1, counts) / rms(known.gradients, root, group["eps"]).clamp(min=1)
+            root = root_of_second(known, bias_correction(group["betas"][1], counts))
+            measured.append((group, known, counts, root))
+        if not measured:
+            return
+        updates = []
+        spreads = rms([(known, root, group["eps"]) for group, known, _, root in measured])
+        for (group, known, counts, root), spread in zip(measured, spreads, strict=True):
+            rates = group["lr"] / bias_correction(group["betas"][0], counts) / spread.clamp(min=1)
             updates.append(adam_update(known, root, rates, group))
             advance_(known.steps, torch.ones_like(counts), known)
         update_weights_(self, updates)
 
 
-def rms(gradients: list[Tensor], root: list[Tensor], eps: float) -> Tensor:
-    """Returns sqrt(mean(g^2 / max(v, eps^2))) of each tensor, `[tensors]`, with `root` = sqrt(v); usually about 1."""
-    ratios = torch._foreach_div(gradients, torch._foreach_clamp_min(root, eps))
-    norms = torch._foreach_norm(ratios)
-    return torch.stack(list(torch._foreach_div(norms, [ratio.numel() ** 0.5 for ratio in ratios])))
+def rms(groups: Sequence[tuple[Moments, list[Tensor], float]]) -> Sequence[Tensor]:
+    """Returns sqrt(mean(g^2 / max(v, eps^2))) of each whole tensor, `[tensors]` for each group; usually about 1.
+
+    Args:
+        groups: gradients, roots of v, and eps. Those of sharded tensors are summed in one all-reduce for all groups.
+    """
+    norms, weights = [], [weight for known, _, _ in groups for weight in known.weights]
+    for known, root, eps in groups:
+        ratios = torch._foreach_div(known.gradients, torch._foreach_clamp_min(root, eps))
+        norms.append(torch.stack(list(torch._foreach_norm(ratios))))
+    whole = norms_over_shards(torch.cat(norms), weights)
+    means = torch._foreach_div(list(whole.unbind()), [weight.numel() ** 0.5 for weight in weights])
+    return torch.stack(list(means)).split([len(known.weights) for known, _, _ in groups])
 
 
 RATE_AFTER_RESET = 0.01

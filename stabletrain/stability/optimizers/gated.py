@@ -4,10 +4,14 @@ An optimizer that sets `_step_supports_amp_scaling` receives the guard's gate as
 be skipped), as PyTorch's fused kernels do. It writes with `update_moments_` and `subtract_`, which are such kernels, or
 with `write_where_`. All keep every bit of the targets if the update is skipped, even if gradients are NaN. No host read
 is needed.
+
+On sharded weights everything is computed on this rank's parts, which are views, except for norms of whole tensors
+(`parallel/shards.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stabletrain.monitors.tensor_norms import lengths
+from stabletrain.parallel.shards import local_parts, norms_over_shards
 from stabletrain.records import ScaleUpdate
 
 # Once a second moment is Inf it stays Inf, and its coordinate never moves again. The guard skips updates with a norm
@@ -29,10 +34,16 @@ class GatedOptimizer(Optimizer):
 
     Attributes:
         scale_update: set for each step by `step.apply`; None if the update is not clipped.
+        communicates: whether the update itself needs other ranks, so that none of them can repeat it alone.
     """
 
     _step_supports_amp_scaling = True
     scale_update: ScaleUpdate | None = None
+
+    @property
+    def communicates(self) -> bool:
+        """See the class."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Moments:
     """The parameters of a group that have a gradient, and their state; all lists are in the same order.
 
     Attributes:
-        weights: the parameters.
+        weights: the parameters; the other tensors are this rank's parts, if these are sharded.
         gradients: copies, clamped to +-`LARGEST_GRADIENT`; NaN stays NaN.
         first, second: Adam's running means of g and g^2 (`exp_avg`, `exp_avg_sq`), without bias correction.
         steps: 0-d fp32 counters on the parameters' device.
@@ -76,9 +87,10 @@ def moments(optimizer: Optimizer, group: dict[str, Any], *counters: str) -> Mome
             state |= {name: torch.zeros((), device=weight.device) for name in ("step", *counters)}
             state |= {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
     states = [optimizer.state[weight] for weight in weights]
-    gradients = list(torch._foreach_clamp_max([w.grad for w in weights], LARGEST_GRADIENT))
+    gradients = list(torch._foreach_clamp_max(local_parts(w.grad for w in weights), LARGEST_GRADIENT))
     torch._foreach_clamp_min_(gradients, -LARGEST_GRADIENT)
-    first, second, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+    first, second = (local_parts(state[name] for state in states) for name in ("exp_avg", "exp_avg_sq"))
+    steps = [state["step"] for state in states]
     open_ = gate(optimizer, weights[0].device)
     return Moments(weights, gradients, first, second, steps, states, open_, (~open_).float())
 
@@ -163,7 +175,7 @@ class Update:
 
     Attributes:
         weights: the weights.
-        amounts: the update of each, times the learning rate; overwritten when it is applied.
+        amounts: the update of each, times the learning rate, of this rank's part; overwritten when it is applied.
         lr: that learning rate.
         decay: weight decay times learning rate: the fraction of a weight that is subtracted too.
         cautious: whether only the weights of `cautious` decay.
@@ -202,16 +214,16 @@ def update_weights_(optimizer: Optimizer, updates: Sequence[Update]) -> None:
     """
     scale: ScaleUpdate | None = getattr(optimizer, "scale_update", None)
     if scale is not None and updates:
-        factor = scale(norm_per_rate(updates), gate(optimizer, updates[0].withheld.device))
+        factor = scale(partial(norm_per_rate, updates), gate(optimizer, updates[0].withheld.device))
         for update in updates:
             torch._foreach_mul_(update.amounts, factor)
     for update in updates:
-        decay = update.decay
+        weights, decay = local_parts(update.weights), update.decay
         if update.cautious and decay:
             # The decay is part of the amounts then: the kernel below would decay every weight.
-            torch._foreach_add_(update.amounts, cautious(update.weights, update.amounts), alpha=decay)
+            torch._foreach_add_(update.amounts, cautious(weights, update.amounts), alpha=decay)
             decay = 0.0
-        subtract_(update.weights, update.amounts, update.withheld, decay)
+        subtract_(weights, update.amounts, update.withheld, decay)
 
 
 def norm_per_rate(updates: Sequence[Update]) -> Float32[Tensor, ""]:
@@ -219,8 +231,8 @@ def norm_per_rate(updates: Sequence[Update]) -> Float32[Tensor, ""]:
 
     Without the learning rate, because warmup and schedule are no reason to clip.
     """
-    norms = [torch.stack(lengths(each.amounts)) / each.lr for each in updates]
-    return torch.linalg.vector_norm(torch.cat(norms))
+    norms = torch.cat([torch.stack(lengths(each.amounts)) / each.lr for each in updates])
+    return torch.linalg.vector_norm(norms_over_shards(norms, [weight for each in updates for weight in each.weights]))
 
 
 def cautious(weights: list[Tensor], updates: list[Tensor]) -> list[Tensor]:

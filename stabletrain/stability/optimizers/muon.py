@@ -34,6 +34,7 @@ from jaxtyping import BFloat16, Bool, Float
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.parallel.owners import MatrixWork, Owners, owners_of
 from stabletrain.stability.optimizers.adamw import adamw_update
 from stabletrain.stability.optimizers.gated import GatedOptimizer, Update, gate, update_weights_, write_where_
 from stabletrain.stability.parameter_roles import (
@@ -184,7 +185,12 @@ class MuonAndAdamW(GatedOptimizer):
 
     A group belongs to Muon if it has the key `ns_steps`. Its state is `momentum_buffer`, as in `torch.optim.Muon`. A
     hidden matrix without a finite direction keeps its bits, and those of its momentum.
+
+    Attributes:
+        owners: how the ranks divide the matrices that are whole on each of them; set by the trainer.
     """
+
+    owners = Owners()
 
     def __init__(
         self,
@@ -218,51 +224,106 @@ class MuonAndAdamW(GatedOptimizer):
         if self._adamw is not None:
             self._adamw.state = self.state
 
+    def computed_elsewhere(self) -> list[Tensor]:
+        """Returns the weights whose update this rank cannot compute by itself, or leaves to another rank."""
+        return [
+            each.weight
+            for owners, some in self._hidden()
+            for each, alone in zip(some, owners.alone([each.cost for each in some]), strict=True)
+            if not alone
+        ]
+
+    def _hidden(self) -> list[tuple[Owners, list["HiddenMatrix"]]]:
+        """The hidden matrices that have a gradient, and how their work is divided among the ranks."""
+        found: dict[Owners, list[HiddenMatrix]] = {}
+        for group in self.param_groups:
+            for weight in group["params"] if "ns_steps" in group else ():
+                if weight.grad is not None:
+                    found.setdefault(owners_of(weight, self.owners), []).append(HiddenMatrix(weight, group))
+        return [*found.items()]
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
         """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
         shown = any(group.get("shown", False) for group in self.param_groups)
         updates = []
-        for group in self.param_groups:
-            if "ns_steps" not in group:
-                if shown and (update := adamw_update(self, group)) is not None:
-                    updates.append(update)
-                continue
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                direction, able = self._direct(weight, weight.grad, group)
-                rate, decay = group["lr"] * scale_of(group, weight), group["lr"] * group["weight_decay"]
-                if shown:
-                    # With the strides of the weight: the fused kernel that subtracts it reads memory in order. And
-                    # what is held back counts as 0 in the norm of the whole update.
-                    amount = torch.empty_like(weight).copy_(torch.where(able, direction, 0.0)).mul_(rate)
-                    updates.append(Update([weight], [amount], group["lr"], decay, group["cautious"], (~able).float()))
-                else:
-                    write_where_([weight], [weight.mul(1 - decay).add_(direction, alpha=-rate)], able)
+        for owners, some in self._hidden():
+            for each in some:
+                each.begin(self.state[each.weight])
+            # With several ranks, each runs Newton-Schulz for some of the matrices, and gets its rows of the others.
+            for each, direction in zip(some, owners.results([each.work() for each in some]), strict=True):
+                update = each.write(direction, gate(self, direction.device), shown)
+                updates += [] if update is None else [update]
+        rest = [group for group in self.param_groups if "ns_steps" not in group] if shown else []
+        updates += [update for group in rest if (update := adamw_update(self, group)) is not None]
         update_weights_(self, updates)
         if self._adamw is not None and not shown:
             self._adamw.found_inf = getattr(self, "found_inf", None)  # ty: ignore[missing-attribute]
             self._adamw.step()
 
-    def _direct(
-        self, weight: Tensor, gradient: Tensor, group: dict[str, Any]
-    ) -> tuple[BFloat16[Tensor, "rows columns"], Bool[Tensor, ""]]:
-        """Adds a gradient to the momentum; returns the direction of the update, and whether it may be applied."""
-        state = self.state[weight]
+
+class HiddenMatrix:
+    """A hidden matrix in a step of Muon; of a sharded one, this rank's rows."""
+
+    def __init__(self, weight: Any, group: dict[str, Any]) -> None:
+        self.weight, self._group, self._heads = weight, group, group.get("heads", 1)
+        short, long = sorted((weight.shape[0] // self._heads, weight.shape[1]))
+        # Of the products in Newton-Schulz, in multiply-adds.
+        self.cost = self._heads * group["ns_steps"] * (2 * short * short * long + short**3)
+        self._sharded = hasattr(weight, "to_local")
+
+    def begin(self, state: dict[str, Any]) -> None:
+        """Creates the momentum at the first step."""
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        before, momentum = state["momentum_buffer"], group["momentum"]
-        buffer = before.lerp(gradient, 1 - momentum)
-        ahead = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        heads = group.get("heads", 1)
-        direction = orthogonal(ahead.unflatten(0, (heads, -1)) if heads > 1 else ahead, group["ns_steps"])
+            state["momentum_buffer"] = torch.zeros_like(self.weight)
+        both: list[Any] = [self.weight.grad, state["momentum_buffer"]]
+        self._gradient, self._before = (each.to_local() if self._sharded else each for each in both)
+        self._after: Tensor | None = None
+
+    def work(self) -> MatrixWork:
+        """Returns the work of finding the direction of its update."""
+        return MatrixWork(tuple(self.weight.shape), self.weight.device, self.cost, self._ahead, self._direct)
+
+    def _momentum(self) -> Tensor:
+        """The momentum with this step's gradient."""
+        if self._after is None:
+            self._after = self._before.lerp(self._gradient, 1 - self._group["momentum"])
+        return self._after
+
+    def _ahead(self) -> BFloat16[Tensor, "rows columns"]:
+        """What Newton-Schulz is applied to."""
+        momentum = self._momentum()
+        ahead = self._gradient.lerp(momentum, self._group["momentum"]) if self._group["nesterov"] else momentum
+        return ahead.bfloat16()
+
+    def _direct(self, ahead: BFloat16[Tensor, "rows columns"]) -> BFloat16[Tensor, "rows columns"]:
+        """Orthogonalises the whole matrix, or each of its heads."""
+        heads = self._heads
+        direction = orthogonal(ahead.unflatten(0, (heads, -1)) if heads > 1 else ahead, self._group["ns_steps"])
+        direction = direction.flatten(end_dim=-2)
+        if self._sharded:  # no rank that gets some of its rows could judge all of them
+            direction = direction.where(torch.linalg.vector_norm(direction, math.inf) <= LARGEST_DIRECTION, math.nan)
+        return direction
+
+    def write(self, direction: BFloat16[Tensor, "rows columns"], gate: Bool[Tensor, ""], shown: bool) -> Update | None:
+        """Writes the momentum, and the weight unless `shown`: then it returns the update that is to be subtracted."""
+        weight = self.weight.to_local() if self._sharded else self.weight
         # Newton-Schulz in bf16 diverges if rounding leaves a singular value above 1.26; nothing proves that it cannot.
         # NaN and Inf in the momentum reach the direction too, so this judges both.
-        largest = torch.linalg.vector_norm(direction, math.inf)
-        able = gate(self, weight.device) & (largest <= LARGEST_DIRECTION)
-        write_where_([before], [buffer], able)
-        return direction.flatten(end_dim=-2), able
+        able = gate
+        if direction.numel():
+            able = gate & (torch.linalg.vector_norm(direction, math.inf) <= LARGEST_DIRECTION)
+        write_where_([self._before], [self._momentum()], able)
+        self._after = None
+        lr = self._group["lr"]
+        rate, decay = lr * scale_of(self._group, self.weight), lr * self._group["weight_decay"]
+        if not shown:
+            write_where_([weight], [weight.mul(1 - decay).add_(direction, alpha=-rate)], able)
+            return None
+        # With the strides of the weight: the fused kernel that subtracts it reads memory in order. And what is held
+        # back counts as 0 in the norm of the whole update.
+        amount = torch.empty_like(weight).copy_(torch.where(able, direction, 0.0)).mul_(rate)
+        return Update([self.weight], [amount], lr, decay, self._group["cautious"], (~able).float())
 
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315

@@ -9,7 +9,10 @@ bf16 weights with Adam, Zamirai et al., arXiv 2010.06192).
 Autocast would cast these weights to bf16 in the forward pass anyway, so forward and backward are bitwise equal to those
 of `bf16`, with bf16 gradients for these weights. Embeddings, norms, biases and fp32 modules stay fp32, because autocast
 does not cast them or their small differences matter. The optimizer's moments stay fp32 too. A weight and its gradient
-take 2 bytes each instead of 4; fp32 copies of both exist only during the optimizer's step."""
+take 2 bytes each instead of 4; fp32 copies of both exist only during the optimizer's step.
+
+Weights that FSDP2 shards have the same values in fp32 memory: it shards all parameters of a layer in one dtype, and a
+bias stays fp32. So a rank holds 4 bytes for each weight and gradient of its part, and computes the same numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
+from stabletrain.stability.optimizers.gated import gate, write_where_
 from stabletrain.stability.precision.autocast import Unscaled, in_fp32_modules, with_mixin
 
 UPPER_BITS = -(1 << 16)
@@ -38,13 +42,16 @@ class Bf16Parameters(Unscaled):
         Raises:
             ConfigError: the model has no weight that can be stored in bf16.
         """
-        weights = store_in_bf16(model, self.device.type)
-        if not weights:
+        layers = layers_to_store(model)
+        if not layers:
             raise ConfigError(
                 f"precision=bf16_params: {type(model).__name__} has no linear layer or convolution outside of "
                 "precision.fp32_modules whose weight could be stored in bf16: use precision=bf16"
             )
-        Rounding(weights).attach(optimizer)
+        if any(hasattr(layer.weight, "to_local") for layer in layers):
+            ShardRounding([layer.weight for layer in layers]).attach(optimizer)
+        else:
+            Rounding(store_in_bf16(layers, self.device.type)).attach(optimizer)
 
 
 class Bf16Module(nn.Module):
@@ -68,24 +75,38 @@ class Bf16Module(nn.Module):
         return self._conv_forward(input, weight, bias)
 
 
-def store_in_bf16(model: nn.Module, device: str) -> list[nn.Parameter]:
-    """Stores the weight of every linear layer and convolution of `model` in bf16, in place; returns these weights.
+def layers_to_store(model: nn.Module) -> list[Any]:
+    """Returns the linear layers and convolutions whose weight may be stored in bf16.
 
     Skips layers inside an fp32 module, weights that other modules share (a tied head), and subclasses of these layers,
     which may use their weight in other ways; unless they have `only_multiplies`.
     """
     wide = in_fp32_modules(model)
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    known = [m for m in model.modules() if type(m) in kinds or (isinstance(m, kinds) and hasattr(m, "only_multiplies"))]
+    known = [m for m in model.modules() if own_class(m) in kinds or (isinstance(m, kinds) and hasattr(m, ONLY))]
     layers = [module for module in known if id(module) not in wide]
     chosen = {id(layer) for layer in layers}
     others = {p for m in model.modules() if id(m) not in chosen for p in m.parameters(recurse=False)}
+    return [each for each in layers if isinstance(each.weight, nn.Parameter) and each.weight not in others]
+
+
+ONLY = "only_multiplies"
+"""Attribute of a subclass that uses its weight as its base class does."""
+
+
+def own_class(module: nn.Module) -> type:
+    """Returns a module's class from before `fully_shard`, which makes it `FSDP<class>`."""
+    kind = type(module)
+    return kind.__bases__[1] if kind.__bases__[0].__name__ == "FSDPModule" else kind
+
+
+def store_in_bf16(layers: Sequence[Any], device: str) -> list[nn.Parameter]:
+    """Stores the weights of these layers in bf16, in place; returns each once."""
     weights: dict[nn.Parameter, None] = {}  # in the model's order
     for layer in layers:
-        if isinstance(weight := layer.weight, nn.Parameter) and weight not in others:
-            weight.data = weight.data.bfloat16()
-            layer.__class__ = with_mixin(Bf16Module, type(layer), device)
-            weights[weight] = None
+        layer.weight.data = layer.weight.data.bfloat16()
+        layer.__class__ = with_mixin(Bf16Module, type(layer), device)
+        weights[layer.weight] = None
     return [*weights]
 
 
@@ -120,6 +141,35 @@ class Rounding:
             weight.grad, weight.data = None, data
             weight.grad = gradient
         self._kept = []
+
+
+class ShardRounding:
+    """Rounds the updated weights of a sharded model to values of bf16, which stay in fp32 memory.
+
+    A rank draws random bits for its own rows, from its generator, which is seeded by step number and rank.
+
+    Attributes:
+        weights: DTensors; each is rounded at once, to the nearest.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weights: Sequence[Any]) -> None:
+        self.weights = list(dict.fromkeys(weights))
+        for weight in self.weights:
+            own = weight.to_local()
+            own.copy_(own.bfloat16())
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Registers `round_` after every step of `optimizer`."""
+        optimizer.register_step_post_hook(self.round_)
+
+    @torch.no_grad()
+    def round_(self, optimizer: Optimizer, *_: Any) -> None:
+        """Rounds this rank's part of each weight, unless the step was withheld."""
+        for weight in self.weights:
+            own = weight.to_local()
+            # QK-clip, which acts later, may leave other values: a withheld step must not round them.
+            write_where_([own], [round_stochastically(own).float()], gate(optimizer, own.device))
 
 
 def round_stochastically(x: Float32[Tensor, "*shape"]) -> BFloat16[Tensor, "*shape"]:

@@ -92,7 +92,7 @@ def called(kind, model, norms, gate=OPEN):
     """Calls the kind, then its `scale_update` as an optimizer does whose update is the gradient."""
     clipped = kind(model, norms, gate)
     if clipped.scale_update is not None:
-        factor = clipped.scale_update(norms.total, gate)
+        factor = clipped.scale_update(lambda: norms.total, gate)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad *= factor
