@@ -34,6 +34,8 @@ BOTH = {
     "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
     "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
     "kimi": [*GPT, "optimizer=muon", "optimizer.per_head=true", "qkclip=kimi", "qkclip.max_logit=1e-3"],
+    "blocks": [*GPT, "model.dropout=0.0", "activation_checkpointing=blocks", "grad_accum_steps=2"],
+    "selective": [*RESNET, "activation_checkpointing=selective"],
     "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
 }
 """What ddp and fsdp can both do."""
@@ -91,7 +93,7 @@ CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.gr
 
 WITH_ONE = {
     *("fsdp/norm", "fsdp/sandwich", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
-    *("ddp/bf16", "fsdp/bf16_params", "fsdp/fp8", "ddp/fp8_rowwise"),
+    *("ddp/bf16", "fsdp/bf16_params", "fsdp/fp8", "ddp/fp8_rowwise", "fsdp/blocks", "ddp/selective"),
 }
 """Options that are tried with ddp or with fsdp: nothing in them depends on it."""
 
