@@ -43,6 +43,7 @@ ACTING = ("optimizer", "precision", "clipping", "warmup", "schedule", "zloss", "
 ACTING += ("determinism", "qkclip", "softmax", "attention_gate", "norm_placement", "guard", "stability", "monitors")
 ACTING += ("averaging", "activation_checkpointing", "faults")
 NOT_HERE = {
+    "activation_checkpointing=selective": "the fake engine computes a block again for each node; once is allowed",
     "faults=bitflip": "flips a bit of a real tensor",
     "faults=optimizer": "reads whether the step was withheld, and writes a number from the host",
     "faults=kill": "ends the process",
@@ -141,8 +142,9 @@ ON_V100 = {
         "optimizer=spam clipping=norm warmup=none schedule=step zloss=none qknorm=rmsnorm init=normal softmax=plain "
         "attention_gate=none norm_placement=sandwich guard=skip monitors=none averaging=ema",
         "clipping=update_norm optimizer=stable_adamw zloss=palm qknorm=none init=gpt2 qkclip=kimi softcap=none "
-        "norm_placement=reordered guard=off monitors=full",
-        "clipping=zclip init=torch qkclip=none norm_placement=pre",
+        "norm_placement=reordered guard=off monitors=full "
+        "activation_checkpointing=blocks",
+        "clipping=zclip init=torch qkclip=none norm_placement=pre activation_checkpointing=none",
         "init=small",
     ],
     "resnet": [

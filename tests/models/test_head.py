@@ -14,7 +14,7 @@ from stabletrain.models.head import ROWS_MULTIPLE, Head, TiedHead, weight_for_pr
 from stabletrain.stability.objective import CrossEntropy, ZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.stability.precision.autocast import Unscaled
-from stabletrain.stability.precision.bf16_weights import store_in_bf16
+from stabletrain.stability.precision.bf16_weights import layers_to_store, store_in_bf16
 from tests.stability.objective.test_chunked_loss import VOCAB, Run, chunk_example, gpt, gradients
 
 HALF = [torch.bfloat16, torch.float16]
@@ -127,7 +127,7 @@ def test_a_trace_names_the_head_whose_product_overflows(tied, dtype):
 def test_a_head_stored_in_bf16_gives_the_bits_of_one_that_is_cast():
     plain, stored = CrossEntropy(ZLoss(1e-2)), gpt()
     _, wanted = gradients(Run(gpt(), lambda: torch.autocast("cpu", torch.bfloat16)), plain)
-    assert any(weight is stored.head.weight for weight in store_in_bf16(stored, "cpu"))
+    assert any(weight is stored.head.weight for weight in store_in_bf16(layers_to_store(stored), "cpu"))
     _, found = gradients(Run(stored, lambda: torch.autocast("cpu", torch.bfloat16)), plain)
     assert found["head.weight"].dtype == torch.bfloat16
     assert all(torch.equal(found[name].float(), right) for name, right in wanted.items())
