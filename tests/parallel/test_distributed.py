@@ -35,7 +35,7 @@ BOTH = {
     "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
     "kimi": [*GPT, "optimizer=muon", "optimizer.per_head=true", "qkclip=kimi", "qkclip.max_logit=1e-3"],
     "blocks": [*GPT, "model.dropout=0.0", "activation_checkpointing=blocks", "grad_accum_steps=2"],
-    "selective": [*RESNET, "activation_checkpointing=selective"],
+    "selective": [*GPT, "activation_checkpointing=selective"],
     "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
 }
 """What ddp and fsdp can both do."""
