@@ -341,7 +341,7 @@ def run(folder: Path, jobs: int) -> None:
 def of_full_grid(screen: Mapping[str, Row]) -> set[str]:
     """Returns the names of the rows that the screen tells apart, and of those that they are compared with."""
     wanted = {name for name, each in effects_of(screen).items() if each.told_apart} | {"default"}
-    return wanted | {kind.beside for kind in KINDS if kind.name in wanted}
+    return wanted | {screen[name].kind.beside for name in wanted}
 
 
 # ---- the pages
