@@ -373,10 +373,14 @@ def catalogue(folder: Path) -> Iterator[str]:
         f"{2 * (len(screen) - 1)} intervals of knobs that do nothing, one in twenty would leave it out by chance. "
         "The largest attention logit, the largest |log Z| and the least fp16 headroom are those that the monitors "
         f"measured, medians over the runs at {screen['default'].rates[-1]:g}. Time and memory of a step are those of "
-        "`benchmarks/catalogue.py`, relative to the defaults."
+        "`benchmarks/catalogue.py`, relative to the same row."
     )
     yield table(screen, costs)
     yield paragraph(apart(screen))
+    missing = not_run(screen, full)
+    picture = "![Loss over the grid of learning rates, relative to the defaults](catalogue.svg)"
+    if missing:
+        yield picture
     if full:
         yield "## The full grid"
         one = full["default"]
@@ -385,14 +389,18 @@ def catalogue(folder: Path) -> Iterator[str]:
             f"{one.rates[-1]:g}, three seeds and two depths. The pairs of a difference are the six grids of the same "
             "depth and seed. **Sensitivity** is the mean over the rates of the distance to the lowest loss."
         )
-        if missing := [kind.name for kind in KINDS if kind.name in of_full_grid(screen) - full.keys()]:
-            yield paragraph(f"Not run yet: {', '.join(missing)}.")
+        yield paragraph(f"Not run yet: {', '.join(missing)}.") if missing else picture
         yield full_table(full)
-        yield "![Loss over the grid of learning rates, relative to the defaults](catalogue.svg)"
         yield paragraph(apart(full))
     else:
         yield paragraph("The second stage has not been run.")
     yield effort([run for row in [*screen.values(), *full.values()] for run in row.runs])
+
+
+def not_run(screen: Mapping[str, Row], full: Mapping[str, Row]) -> list[str]:
+    """Returns the names of the rows that the full grid still lacks."""
+    wanted = of_full_grid(screen)
+    return [kind.name for kind in KINDS if kind.name in wanted - full.keys()]
 
 
 def optional(folder: Path, stage: str) -> dict[str, Row]:
@@ -589,11 +597,12 @@ def draw(rows: Mapping[str, Row], file: Path) -> None:
 
 
 def write(folder: Path, docs: Path) -> None:
-    """Writes both pages and the picture."""
+    """Writes both pages, and the picture: of the full grid, or of the screen as long as that is incomplete."""
     pages: Mapping[str, Any] = {"catalogue.md": catalogue, "which_knobs.md": which_knobs}
     for name, page in pages.items():
         (docs / name).write_text("\n\n".join(page(folder)) + "\n", encoding="utf-8")
-    draw(optional(folder, "full") or rows_of(folder, "screen"), docs / "catalogue.svg")
+    screen, full = rows_of(folder, "screen"), optional(folder, "full")
+    draw(screen if not_run(screen, full) else full, docs / "catalogue.svg")
 
 
 def main(typed: Sequence[str] | None = None) -> None:

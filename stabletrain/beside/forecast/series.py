@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stabletrain.beside.forecast.signals import BY_NAME, LOSS, SIGNALS
+from stabletrain.beside.forecast.signals import BY_NAME, LOSS, SIGNALS, values_of
 
 LOOKS = 12
 """Looks that a trend uses at most."""
@@ -157,10 +157,11 @@ class Series:
         seen = {**metrics, **self._loss_rise()}
         # The loss is scaled in fp16: only then loss scale and headroom are signals.
         scaled = metrics.get("precision/loss_scale", 1.0) != 1.0 or "loss_scale|" in self._series
+        found = values_of(seen)
         for signal in SIGNALS:
             if signal.name in ("loss_scale", "headroom") and not scaled:
                 continue
-            for place, value in signal.values(seen).items():
+            for place, value in found[signal.name].items():
                 if signal.name == "grad_norm" and scaled and not math.isfinite(value):
                     continue  # a routine overflow
                 series = self._series.setdefault(f"{signal.name}|{place}", [])
@@ -201,15 +202,18 @@ class Series:
 
     def _trends(self, now: Mapping[Key, float], step: int) -> tuple[dict[Key, float], ...]:
         """Returns heights ahead, steps of crossing, and slopes, of the series with enough looks for a trend."""
-        groups: dict[tuple[float, ...], list[Key]] = {}
+        groups: dict[tuple[float, ...], dict[Key, tuple[float, ...]]] = {}
+        since = max(self._since, SETTLED)
         for key in now:
-            points = self._in_regime(*key)
-            if len(points) >= LEAST and all(math.isfinite(height) for _, height in points):
-                groups.setdefault(tuple(each for each, _ in points), []).append(key)
+            points = [point for point in self._series[f"{key[0]}|{key[1]}"] if point[0] >= since]
+            if len(points) < LEAST:
+                continue
+            steps, heights = zip(*points, strict=True)
+            if all(map(math.isfinite, heights)):
+                groups.setdefault(steps, {})[key] = heights
         later, crossings, slopes = {}, {}, {}
         for steps, keys in groups.items():
-            heights = np.array([[height for _, height in self._in_regime(*key)] for key in keys])
-            looks = np.array(steps)
+            heights, looks = np.array([*keys.values()]), np.array(steps)
             lines = trends(looks, heights), trends(looks, heights, self._origin(steps))
             reach = min(float(self.horizon), step - steps[0])
             ahead = [line.at(step + reach) for line in lines]
@@ -228,10 +232,6 @@ class Series:
     def _origin(self, steps: Sequence[float]) -> float:
         """Returns the step at which the present regime began, as far as the looks tell: before the first of `steps`."""
         return min(0.0, steps[0] - 1.0) if self._since == 0 else self._since - (steps[1] - steps[0])
-
-    def _in_regime(self, name: str, place: str) -> list[list[float]]:
-        """Returns the points of a series since the last change of regime."""
-        return [point for point in self._series[f"{name}|{place}"] if point[0] >= max(self._since, SETTLED)]
 
     def state_dict(self) -> dict:
         """The values of the last looks."""

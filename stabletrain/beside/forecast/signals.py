@@ -76,12 +76,6 @@ class Signal:
         low = self.height(healthy)
         return low, max(self.height(self.threshold) - low, LEAST)
 
-    def values(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Returns the signal's values by place in a look's metrics; the place is "" if there is only one."""
-        if self.metric.endswith("/"):
-            return {name[len(self.metric) :]: v for name, v in metrics.items() if name.startswith(self.metric)}
-        return {"": metrics[self.metric]} if self.metric in metrics else {}
-
 
 def level(height: float, low: float, length: float) -> float:
     """Returns the level of a height, in [0, 1.5]; `low` and `length` are what `Signal.span` returns."""
@@ -185,6 +179,23 @@ SIGNALS = (
     ),
 )
 """All signals."""
+
+BY_METRIC = {signal.metric: signal.name for signal in SIGNALS}
+
+
+def values_of(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Returns the values in a look's metrics by signal and place; the place is "" of a signal that has only one."""
+    found: dict[str, dict[str, float]] = {signal.name: {} for signal in SIGNALS}
+    for name, value in metrics.items():
+        if name in BY_METRIC:
+            found[BY_METRIC[name]][""] = value
+            continue
+        first, _, rest = name.partition("/")
+        second, slash, place = rest.partition("/")
+        if slash and (signal := BY_METRIC.get(f"{first}/{second}/")):
+            found[signal][place] = value
+    return found
+
 
 BY_NAME: dict[str, Signal] = {signal.name: signal for signal in SIGNALS}
 

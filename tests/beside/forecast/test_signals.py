@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stabletrain.beside.forecast.signals import BY_NAME, HIGHEST, SIGNALS
+from stabletrain.beside.forecast.signals import HIGHEST, SIGNALS, values_of
 
 EACH = pytest.mark.parametrize("signal", SIGNALS, ids=lambda signal: signal.name)
 
@@ -43,6 +43,6 @@ def test_the_height_grows_towards_trouble(signal):
 
 def test_a_metric_of_each_place_and_one_of_the_whole_model():
     metrics = {"monitors/attn_logit_max/blocks.0": 1.0, "monitors/attn_logit_max/head": 2.0, "grad/norm": 3.0}
-    assert BY_NAME["attention_logits"].values(metrics) == {"blocks.0": 1.0, "head": 2.0}
-    assert BY_NAME["grad_norm"].values(metrics) == {"": 3.0}
-    assert BY_NAME["log_z"].values(metrics) == {}
+    assert values_of(metrics)["attention_logits"] == {"blocks.0": 1.0, "head": 2.0}
+    assert values_of(metrics)["grad_norm"] == {"": 3.0}
+    assert values_of(metrics)["log_z"] == {}

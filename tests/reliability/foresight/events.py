@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stabletrain.beside.forecast.signals import SIGNALS
+from stabletrain.beside.forecast.signals import SIGNALS, values_of
 from tests.reliability.foresight.record import Recording
 
 WINDOW = 20
@@ -145,11 +145,11 @@ def crossings(run: Run) -> dict[tuple[str, str], int]:
     at_first: set[tuple[str, str]] = set()
     scaled = is_scaled(run.recording)
     for number, step in enumerate(run.recording["looks"]):
-        metrics = run.metrics(number)
+        seen = values_of(run.metrics(number))
         for signal in SIGNALS:
             if signal.name in OF_FP16 and not scaled:
                 continue
-            for place, value in signal.values(metrics).items():
+            for place, value in seen[signal.name].items():
                 key = signal.name, place
                 if signal.height(value) >= signal.height(signal.threshold):
                     if number == 0 or key in at_first:

@@ -49,8 +49,12 @@ def watch(recordings: Iterable[Recording]) -> list[Watched]:
     return [watched(run) for run in runs_of([*recordings], lengths)]
 
 
-def watched(run: Run, every: int = 1) -> Watched:
-    """Runs the forecast over the looks of a recording, of which only each `every`-th counts."""
+def watched(run: Run, every: int = 1, crossed: dict[Key, int] | None = None) -> Watched:
+    """Runs the forecast over the looks of a recording, of which only each `every`-th counts.
+
+    Args:
+        crossed: the run's crossings, if they are known.
+    """
     forecast, found, seen = Forecast(HORIZON, "alarm"), [], []
     losses, before = run.recording["stepwise"], 0
     for number, step in enumerate(run.recording["looks"]):
@@ -63,4 +67,4 @@ def watched(run: Run, every: int = 1) -> Watched:
         before = index
         found.append(forecast.heights(int(step), run.metrics(number)))
         seen.append(int(step))
-    return Watched(run, tuple(seen), tuple(found), crossings(run))
+    return Watched(run, tuple(seen), tuple(found), crossings(run) if crossed is None else crossed)

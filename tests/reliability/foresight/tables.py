@@ -240,16 +240,15 @@ def leave_one_out(runs: Sequence[Watched]) -> str:
     return table(["left out", "breaks", "recall", "lead", "ends worse", "recall", "partners' false alarms"], rows)
 
 
-def at_default_looks(runs: Sequence[Watched], given: Sets, model: Model) -> str:
+def at_default_looks(given: Sets, model: Model) -> str:
     """Returns the forecast's main numbers with looks every 100 steps, as in the default monitors."""
-    rare = {each.run.name: watched(each.run, every=4) for each in runs}
     rows = []
     for text, chosen in (
         ("fitted families", given.test),
         ("held-out families", given.held_out),
         ("clean and hot", given.clean),
     ):
-        picked = [rare[each.run.name] for each in chosen]
+        picked = [watched(each.run, every=4, crossed=each.crossed) for each in chosen]
         found = summary(verdicts(picked, {e.run.name: probabilities(e, model) for e in picked}, model.alarm))
         rows.append(
             [
@@ -281,6 +280,6 @@ def everything(runs: Sequence[Watched]) -> str:
         "### Misses\n\n" + misses(scores, [*given.test, *given.held_out], model.alarm),
         "### Crossings\n\n" + crossings_table(given, model),
         "### Calibration\n\n" + calibration(scores, [*given.test, *given.held_out, *given.clean]),
-        "### Default looks\n\n" + at_default_looks(runs, given, model),
+        "### Default looks\n\n" + at_default_looks(given, model),
     ]
     return "\n\n".join(parts) + "\n"
