@@ -250,11 +250,15 @@ def logits_of(place, inputs):
     "model",
     [
         lambda: gpt2_like(),
-        lambda: small(),
-        lambda: small(norm="rmsnorm", mlp="swiglu", qknorm=LayerNormQK(1e-6)),
-        lambda: small(softmax=SinkSoftmax(), attention_gate=SigmoidGate("head")),
+        lambda: small(
+            norm="rmsnorm",
+            mlp="swiglu",
+            qknorm=LayerNormQK(1e-6),
+            softmax=SinkSoftmax(),
+            attention_gate=SigmoidGate("head"),
+        ),
     ],
-    ids=["gpt2", "rope", "swiglu", "sink and gate"],
+    ids=["gpt2", "rope and the options"],
 )
 def test_onnxruntime_computes_a_gpt_at_any_batch_and_length(model, tmp_path):
     model = model()
