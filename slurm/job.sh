@@ -112,7 +112,7 @@ if ((SLURM_JOB_NUM_NODES * processes > 1)); then
   export STABLETRAIN_NODE_ADDRESSES
   # If NCCL times out, PyTorch writes the last collectives of each rank to files that begin with this.
   if [[ -z ${TORCH_FR_DUMP_TEMP_FILE:-}${TORCH_NCCL_DEBUG_INFO_TEMP_FILE:-} ]]; then
-    traces=$(realpath -m -- "$folder")/nccl
+    traces=$(realpath -m -- "$folder")/collectives
     mkdir -p "$traces"
     export TORCH_FR_DUMP_TEMP_FILE=$traces/start-$((restarts + 1))-rank-
   fi

@@ -259,7 +259,7 @@ def test_torchrun_waits_for_a_save_as_long_as_the_notice_allows(tmp_path, notice
 
 @pytest.mark.parametrize(("written", "kept"), [("", False), ("0", True)], ids=["none", "some"])
 def test_traces_of_nccl_go_to_the_run_folder_which_keeps_no_empty_folder(tmp_path, written, kept):
-    prefix = tmp_path / "run" / "nccl" / "start-3-rank-"
+    prefix = tmp_path / "run" / "collectives" / "start-3-rank-"
     write = f'echo trace > "${{{TRACES[0]}}}{written}"; ' if written else ""
     assert given(tmp_path, f"{write}echo ${TRACES[0]}", **TWO_NODES, SLURM_RESTART_COUNT="2") == [str(prefix)]
     assert Path(f"{prefix}0").exists() == prefix.parent.exists() == kept
@@ -270,4 +270,4 @@ def test_traces_of_nccl_go_to_the_run_folder_which_keeps_no_empty_folder(tmp_pat
 def test_traces_of_nccl_go_where_the_user_says(tmp_path, name):
     told = given(tmp_path, "echo " + " ".join(f"${each}" for each in TRACES), **TWO_NODES, **{name: "/mine"})
     assert told == ["/mine"]
-    assert not (tmp_path / "run" / "nccl").exists()
+    assert not (tmp_path / "run" / "collectives").exists()
