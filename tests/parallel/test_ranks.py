@@ -3,6 +3,7 @@
 import os
 import re
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import (
     Ranks,
     all_gather_object,
+    bind_to_card,
     broadcast_object,
     connection_error,
     current_ranks,
@@ -61,6 +63,53 @@ def test_no_rank_goes_on_before_all_have_connected(monkeypatch):
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "0")
     join_process_group(Ranks(0, 2, launched=True))
     assert seen == ["1", "0"]
+
+
+class Nccl:
+    """The backend of the cards, which connects them when told the device."""
+
+    supports_splitting = True
+    bound_device_id = None
+    connected = ()
+
+    def eager_connect_single_device(self, device):
+        """Notes the device."""
+        assert self.bound_device_id == device
+        self.connected = (*self.connected, device)
+
+
+class World:
+    """The default process group, of gloo and NCCL."""
+
+    bound_device_id = None
+
+    def __init__(self):
+        self.backend = Nccl()
+
+    def _get_backend(self, device):
+        assert device.type == "cuda"
+        return self.backend
+
+
+def test_nccl_is_told_the_card_of_this_rank(monkeypatch):
+    world, card = World(), torch.device("cuda", 3)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    bind_to_card(card)
+    assert world.bound_device_id is None, "not joined: one process"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    bind_to_card(torch.device("cpu"))
+    assert world.bound_device_id is None, "gloo needs none"
+    bind_to_card(card)
+    assert (world.bound_device_id, world.backend.connected) == (card, (card,))
+
+
+def test_the_interface_that_binds_is_there_in_this_version(group_of_one):
+    group = torch.distributed.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))
+    assert group.bound_device_id is backend.bound_device_id is None
+    assert not backend.supports_splitting
+    assert callable(backend.eager_connect_single_device)
 
 
 def test_the_first_rank_speaks_and_several_are_distributed():
