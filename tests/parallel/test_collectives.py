@@ -218,7 +218,7 @@ def test_records_go_to_the_run_folder_unless_the_user_says_where(place, monkeypa
     assert os.environ[FILE_VARIABLES[0]] == f"{place}/rank-", "the user has set it"
     monkeypatch.delenv(FILE_VARIABLES[0])
     record_to(place / "one", Ranks(), cards=True)
-    assert FILE_VARIABLES[0] not in os.environ, "one process waits for nobody"
+    assert FILE_VARIABLES[0] not in os.environ, "one process waits for no other"
     old = place / "run" / "collectives" / "start-3-rank-1"
     old.parent.mkdir(parents=True)
     old.write_text("of an earlier start")
