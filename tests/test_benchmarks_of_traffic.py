@@ -201,7 +201,7 @@ def test_gpt_is_the_model_that_the_configuration_builds():
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
 def test_every_model_can_be_asked(name: str):
-    sizes = sizes_of([f"model={name}", f"data={'stdlib' if name.startswith('gpt') else 'digits'}"])
+    sizes = sizes_of([f"model={name}", f"data={'stdlib' if name.startswith(('gpt', 'llama')) else 'digits'}"])
     alone, many = traffic.fsdp(sizes, 1), traffic.fsdp(sizes, 64)
     assert sum(traffic.bucketed(sizes.shapes)) == 4 * sizes.parameters
     gathered = [sum(call.bytes for call in calls if call.kind == "reduce_scatter") for calls in (alone, many)]

@@ -3,13 +3,16 @@
     W_q, W_k <- sqrt(gamma) W_q, sqrt(gamma) W_k       gamma = min(1, max_logit / S_max),  per head
 
 S_max is the head's largest attention logit q·k / sqrt(d) in the forward passes of the step. The scaling reduces the
-logits by gamma, so the next step's start from the bound; attention itself is unchanged. Source: Kimi K2, arXiv
-2507.20534, section 2.1 (there with Muon; works with any optimizer).
+logits by gamma, so the next step's start from the bound; attention itself is unchanged. Keys that several heads share
+(`model.n_kv_head`) stay as they are, and W_q takes gamma, as Kimi K2 does where heads share a part of their keys: so a
+head within the bound is not touched for another's sake. Source: Kimi K2, arXiv 2507.20534, section 2.1 (there with
+Muon; works with any optimizer).
 
 A kind of QK-clip creates a meter for each attention, and is called with the model after the update.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -43,8 +46,8 @@ class LogitMeter(nn.Module):
         self.register_buffer("max_logit", torch.zeros(n_head), persistent=False)
 
     @torch.no_grad()
-    def forward(self, q: Float[Tensor, "batch head time dim"], k: Float[Tensor, "batch head time dim"]) -> None:
-        """Updates the maxima with this micro-batch's logits."""
+    def forward(self, q: Float[Tensor, "batch head time dim"], k: Float[Tensor, "batch kv_head time dim"]) -> None:
+        """Updates the maxima with this micro-batch's logits; `kv_head` divides `head`."""
         if not self.training:
             return
         seen, found = self.get_buffer("max_logit"), []
@@ -52,6 +55,8 @@ class LogitMeter(nn.Module):
         rows = max(QUERY_BLOCK, LOGITS_AT_ONCE // max(batch * head * time, 1) // QUERY_BLOCK * QUERY_BLOCK)
         with torch.autocast(q.device.type, enabled=False):
             keys = k.float().transpose(-2, -1)
+            if k.shape[1] < head:
+                keys = keys.repeat_interleave(head // k.shape[1], dim=1)
             for start in range(0, time, rows):
                 some = q[:, :, start : start + rows].float() * dim**-0.5
                 end = start + some.shape[2]
@@ -102,6 +107,8 @@ class QKClip(NoQKClip):
     def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:
         """Scales `query` and `key` of every attention that has a meter, if `gate` is open; resets the meters.
 
+        With shared keys, `query` alone is scaled, by the whole factor.
+
         A head within the bound, or with non-finite logits, stays bitwise unchanged: it is multiplied by exactly 1.
         """
         for attention in model.modules():
@@ -109,9 +116,15 @@ class QKClip(NoQKClip):
                 continue
             seen = meter.get_buffer("max_logit")
             past = gate & torch.isfinite(seen) & (seen > self.max_logit)
+            factor = torch.where(past, self.max_logit / seen, 1.0)
             # Queries and keys each take the root, so that their product takes the whole factor.
-            root = torch.where(past, self.max_logit / seen, 1.0).sqrt()
-            for projection in (attention.get_submodule("query"), attention.get_submodule("key")):
+            names, factor = (("query",), factor) if shares_keys(attention) else (("query", "key"), factor.sqrt())
+            for projection in (attention.get_submodule(name) for name in names):
                 for parameter in projection.parameters():  # weight [width, n_embd] and bias [width]: head by head
-                    parameter.unflatten(0, (len(root), -1)).mul_(root.view(-1, *[1] * parameter.ndim))
+                    parameter.unflatten(0, (len(factor), -1)).mul_(factor.view(-1, *[1] * parameter.ndim))
             seen.zero_()
+
+
+def shares_keys(attention: Any) -> bool:
+    """Returns whether several heads of an attention share a head of keys; one of a plug-in may not say so."""
+    return getattr(attention, "n_kv_head", None) not in (None, getattr(attention, "n_head", None))
