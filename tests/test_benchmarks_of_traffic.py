@@ -209,6 +209,19 @@ def test_every_model_can_be_asked(name: str):
     assert all(call.sent(1) == 0 for call in alone)
 
 
+def test_pytorchs_tracker_finds_what_the_formula_says_a_rank_holds(tmp_path: Path):
+    """`benchmarks/sharded_memory.py` at a small size, with shared heads of keys and rows that 2 does not divide."""
+    small = ["--layers", "3", "--width", "24", "--vocabulary", "65", "--block", "8", "--json", "found.json"]
+    forked(RANKS, str(ROOT / "benchmarks" / "sharded_memory.py"), *small, cwd=tmp_path, logs=tmp_path)
+    first, last = json.loads((tmp_path / "found.json").read_text())["results"]
+    counters = 4 * (3 * 9 + 3)  # AdamW's step number of each tensor
+    for kind, more in (("weights", 0), ("gradients", 0), ("moments", counters)):
+        assert first["most"][kind] == first["computed"][kind] + more, kind
+        assert last["most"][kind] <= first["most"][kind], kind  # a row less of some tensors
+    assert 0 < first["most"]["whole"] <= first["computed"]["whole"]
+    assert first["losses"][0] > first["losses"][-1]
+
+
 @pytest.mark.parametrize("ranks", [2, 7, 64])
 def test_parts_cover_the_whole(ranks: int):
     """No rank holds less than its share, and padding is at most a row of each tensor per rank."""
