@@ -201,12 +201,25 @@ def test_gpt_is_the_model_that_the_configuration_builds():
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
 def test_every_model_can_be_asked(name: str):
-    sizes = sizes_of([f"model={name}", f"data={'stdlib' if name.startswith('gpt') else 'digits'}"])
+    sizes = sizes_of([f"model={name}", f"data={'stdlib' if name.startswith(('gpt', 'llama')) else 'digits'}"])
     alone, many = traffic.fsdp(sizes, 1), traffic.fsdp(sizes, 64)
     assert sum(traffic.bucketed(sizes.shapes)) == 4 * sizes.parameters
     gathered = [sum(call.bytes for call in calls if call.kind == "reduce_scatter") for calls in (alone, many)]
     assert gathered[0] == 4 * sizes.parameters <= gathered[1]  # padding
     assert all(call.sent(1) == 0 for call in alone)
+
+
+def test_pytorchs_tracker_finds_what_the_formula_says_a_rank_holds(tmp_path: Path):
+    """`benchmarks/sharded_memory.py` at a small size, with shared heads of keys and rows that 2 does not divide."""
+    small = ["--layers", "3", "--width", "24", "--vocabulary", "65", "--block", "8", "--json", "found.json"]
+    forked(RANKS, str(ROOT / "benchmarks" / "sharded_memory.py"), *small, cwd=tmp_path, logs=tmp_path)
+    first, last = json.loads((tmp_path / "found.json").read_text())["results"]
+    counters = 4 * (3 * 9 + 3)  # AdamW's step number of each tensor
+    for kind, more in (("weights", 0), ("gradients", 0), ("moments", counters)):
+        assert first["most"][kind] == first["computed"][kind] + more, kind
+        assert last["most"][kind] <= first["most"][kind], kind  # a row less of some tensors
+    assert 0 < first["most"]["whole"] <= first["computed"]["whole"]
+    assert first["losses"][0] > first["losses"][-1]
 
 
 @pytest.mark.parametrize("ranks", [2, 7, 64])

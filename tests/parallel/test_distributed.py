@@ -30,7 +30,7 @@ BOTH = {
     "resnet": [*RESNET],
     "numbers": NUMBERS,
     "numbers_accumulated": [*NUMBERS, "grad_accum_steps=2"],
-    "sandwich": [*GPT, "norm_placement=sandwich", "model.mlp=swiglu", "model.swiglu_limit=0.01"],
+    "sandwich": [*GPT, "norm_placement=sandwich", "model.mlp=swiglu", "model.swiglu_limit=0.01", "model.n_kv_head=1"],
     "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
     "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
     "kimi": [*GPT, "optimizer=muon", "optimizer.per_head=true", "qkclip=kimi", "qkclip.max_logit=1e-3"],

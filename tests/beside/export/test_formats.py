@@ -123,6 +123,7 @@ def test_a_state_that_is_no_tensor_is_refused():
         ({"position": "rope"}, r"model\.position=rope \(GPT-2: learned\)"),
         ({"norm": "rmsnorm"}, r"model\.norm=rmsnorm \(GPT-2: layernorm\)"),
         ({"mlp": "swiglu"}, r"model\.mlp=swiglu \(GPT-2: gelu_tanh\)"),
+        ({"n_kv_head": 2}, r"model\.n_kv_head=2 \(GPT-2: null\)"),
         ({"qknorm": LayerNormQK(1e-6)}, r"qknorm=layernorm \(GPT-2: none\)"),
         ({"softcap": Gemma2Softcap(50.0, 30.0)}, r"softcap=gemma2 \(GPT-2: none\)"),
         ({"softmax": SinkSoftmax()}, r"softmax=sink \(GPT-2: plain\)"),
@@ -251,10 +252,10 @@ def logits_of(place, inputs):
     [
         lambda: gpt2_like(),
         lambda: small(),
-        lambda: small(norm="rmsnorm", mlp="swiglu", qknorm=LayerNormQK(1e-6)),
+        lambda: small(norm="rmsnorm", mlp="swiglu", qknorm=LayerNormQK(1e-6), n_kv_head=2),
         lambda: small(softmax=SinkSoftmax(), attention_gate=SigmoidGate("head")),
     ],
-    ids=["gpt2", "rope", "swiglu", "sink and gate"],
+    ids=["gpt2", "rope", "swiglu and shared heads", "sink and gate"],
 )
 def test_onnxruntime_computes_a_gpt_at_any_batch_and_length(model, tmp_path):
     model = model()
