@@ -224,6 +224,7 @@ class RecordedConfig(Recorded, total=False):
     softmax: Group
     attention_gate: Group
     norm_placement: Group
+    activation_checkpointing: Group
     label_smoothing: float
     loss_chunk: int | str
 
@@ -292,6 +293,7 @@ def model_and_tools(options: StepOptions) -> tuple[nn.Module, Tools]:
     if options.objective.takes_tensor:  # else the loss takes the output as it is
         model.register_forward_hook(TakeLogits())
     precision.wrap_fp32_modules(model)
+    options.activation_checkpointing.attach(model)
     precision.attach(model, TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0)).optimizer)
     tools = tools_from_options(
         options,

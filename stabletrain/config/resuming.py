@@ -69,6 +69,7 @@ GROUPS: dict[str, Row] = {
     "forecast": Row(FREE, "only watches"),
     "check": Row(FREE, "only watches"),
     "checkpoint": Row(FREE, "writes later checkpoints"),
+    "activation_checkpointing": Row(FREE, "the same step, computed in part twice; compiled, it may round differently"),
     "parallel": Row(FREE, "the same step on other ranks; sums may round differently"),
     "wandb": Row(FREE, "only logs"),
     "stability": Row(FREE, "a preset: each group that it sets has its own row"),
@@ -143,6 +144,7 @@ UNRECORDED_KEYS = ("resume", "device", "report")
 """Keys that a resume does not even record as changed."""
 
 WATCHING_GROUPS = ("forensics", "monitors", "forecast", "check", "checkpoint", "parallel", "wandb", "stability")
+WATCHING_GROUPS += ("activation_checkpointing",)
 """Groups that leave every step's result as it is, so that steps from before a change can be replayed after it."""
 
 FAULTS_OUTSIDE_STEPS = ("none", "kill", "disk_full", "wandb")
@@ -154,6 +156,7 @@ WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *HALT_KEYS, *UNRECOR
 """Keys that leave every step's result as it is."""
 
 ADDED_GROUPS = {"softmax": "plain", "attention_gate": "none", "norm_placement": "pre", "averaging": "none"}
+ADDED_GROUPS |= {"activation_checkpointing": "none"}
 """Groups that older runs do not have, and the option that computes what they computed."""
 
 ADDED_KEYS: dict[str, Any] = {

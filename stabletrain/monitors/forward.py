@@ -42,14 +42,15 @@ from torch import Tensor, nn
 
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.machine.determinism import rng_restored
+from stabletrain.machine.recomputation import without_recomputation
 from stabletrain.monitors.module_groups import place
 from stabletrain.records import IGNORE_INDEX
 
 
 @contextmanager
 def isolated(model: nn.Module) -> Generator[None, None, None]:
-    """Disables compilation inside the context and restores every random generator on exit."""
-    with rng_restored(model), uncompiled():
+    """Disables compilation and checkpointing inside the context, and restores every random generator on exit."""
+    with rng_restored(model), uncompiled(), without_recomputation():
         yield
 
 

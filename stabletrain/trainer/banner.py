@@ -119,7 +119,8 @@ def relative_path(folder: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 
 
-SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", *CHOSEN_PARTS, "averaging", "faults")
+SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", *CHOSEN_PARTS, "averaging")
+SHOWN += ("activation_checkpointing", "faults")
 """Config groups shown in the opening's second line, unless their option does nothing."""
 
 FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient", "attention_cap", "max_logit")

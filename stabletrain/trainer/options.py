@@ -22,6 +22,7 @@ from stabletrain.machine.determinism import Off
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import started
+from stabletrain.stability.activation_checkpointing import NoActivationCheckpointing
 from stabletrain.stability.attention_gate import NoAttentionGate
 from stabletrain.stability.averaging import NoAveraging
 from stabletrain.stability.clipping import NoClip
@@ -64,6 +65,7 @@ class StepOptions(ForwardOptions):
     seed: int
     device: str
     loss_chunk: int | str = "none"
+    activation_checkpointing: NoActivationCheckpointing = field(default_factory=NoActivationCheckpointing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,7 @@ class Options(StepOptions):
     def __str__(self) -> str:
         """Returns one line for each field: a key and its value, or a group, its option and the class of its object."""
         shown = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
-        return "\n".join(f"{name:<17}{self._in_words(name, value)}" for name, value in shown.items())
+        return "\n".join(f"{name:<25}{self._in_words(name, value)}" for name, value in shown.items())
 
     def _in_words(self, name: str, value: Any) -> str:
         if isinstance(value, Choice):

@@ -277,6 +277,7 @@ class RunParts:
         copy = make_model(self.options.model, self.source.data, self.options.objective).to(self.process.device)
         note_masks(copy)
         self.process.precision.wrap_fp32_modules(copy)
+        self.options.activation_checkpointing.attach(copy)
         return copy
 
     @property

@@ -191,6 +191,7 @@ def build_model(
     note_masks(model)  # here, because it reads values: after this, nothing waits for the device
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
+    options.activation_checkpointing.attach(model)
     parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters
     overrides = {**parallel.optimizer_overrides(options.optimizer.option)}
     if getattr(options.clipping, "clips_updates", False):

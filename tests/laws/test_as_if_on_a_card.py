@@ -41,7 +41,7 @@ MODELS = {
 
 ACTING = ("optimizer", "precision", "clipping", "warmup", "schedule", "zloss", "qknorm", "softcap", "init")
 ACTING += ("determinism", "qkclip", "softmax", "attention_gate", "norm_placement", "guard", "stability", "monitors")
-ACTING += ("averaging", "faults")
+ACTING += ("averaging", "activation_checkpointing", "faults")
 NOT_HERE = {
     "faults=bitflip": "flips a bit of a real tensor",
     "faults=optimizer": "reads whether the step was withheld, and writes a number from the host",

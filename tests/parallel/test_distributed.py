@@ -33,6 +33,8 @@ BOTH = {
     "sandwich": [*GPT, "norm_placement=sandwich", "model.mlp=swiglu", "model.swiglu_limit=0.01"],
     "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
     "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
+    "blocks": [*GPT, "model.dropout=0.0", "activation_checkpointing=blocks", "grad_accum_steps=2"],
+    "selective": [*RESNET, "activation_checkpointing=selective"],
     "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
 }
 """What ddp and fsdp can both do."""
@@ -80,7 +82,7 @@ CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.gr
 
 WITH_ONE = {
     *("fsdp/norm", "fsdp/sandwich", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
-    *("ddp/bf16", "fsdp/fp8", "ddp/fp8_rowwise"),
+    *("ddp/bf16", "fsdp/fp8", "ddp/fp8_rowwise", "fsdp/blocks", "ddp/selective"),
 }
 """Options that are tried with ddp or with fsdp: nothing in them depends on it."""
 

@@ -53,7 +53,7 @@ def test_the_options_fit_their_types_and_cannot_be_set():
         options = options_of(cfg)
     types = get_type_hints(Options)
     roles = {name: types[name] for name in options.choices.keys() - LATER - PRESETS}
-    assert len(roles) == 23
+    assert len(roles) == 24
     assert not [name for name, role in roles.items() if missing_parts(getattr(options, name), role)]
     with pytest.raises(FrozenInstanceError):
         options.steps = 3

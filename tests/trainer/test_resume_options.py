@@ -37,6 +37,7 @@ DEFAULTS = {
     },
 }
 OTHERS = {
+    "activation_checkpointing": "none",
     "attention_gate": "none",
     "averaging": "none",
     "checkpoint": "default",
