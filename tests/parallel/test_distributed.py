@@ -34,7 +34,9 @@ BOTH = {
     "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
     "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
     "blocks": [*GPT, "model.dropout=0.0", "activation_checkpointing=blocks", "grad_accum_steps=2"],
-    "selective": [*RESNET, "activation_checkpointing=selective"],
+    "selective": [*GPT, "activation_checkpointing=selective"],
+    "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2", "monitors=default", "monitors.every=2"],
+    "mu": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"],
     "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
 }
 """What ddp and fsdp can both do."""
@@ -64,14 +66,13 @@ DDP_ONLY = {
     "stable_adamw": [*GPT, "optimizer=stable_adamw"],
     "kimi": [*GPT, "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
     "monitors": [*GPT, "monitors=full", "monitors.every=2"],
-    "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2"],
-    "mu": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"],
     "mu_centering": [*GPT, "zloss=mu_centering", "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
 }
 """Options that need whole tensors."""
 
 NARROW = {
     "bf16": [*GPT, "precision=bf16"],
+    "bf16_chunks": [*GPT, "precision=bf16", "loss_chunk=7", "activation_checkpointing=selective", "monitors=default"],
     "fp8": [*GPT, "precision=fp8"],
     "fp8_rowwise": [*GPT, "precision=fp8", "precision.recipe=rowwise", "grad_accum_steps=2"],
     "fp16": [*GPT, "precision=fp16", "precision.init_scale=1024"],
@@ -82,7 +83,7 @@ CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.gr
 
 WITH_ONE = {
     *("fsdp/norm", "fsdp/sandwich", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
-    *("ddp/bf16", "fsdp/fp8", "ddp/fp8_rowwise", "fsdp/blocks", "ddp/selective"),
+    *("fsdp/bf16", "fsdp/bf16_chunks", "fsdp/fp8", "ddp/fp8_rowwise", "fsdp/blocks", "ddp/selective"),
 }
 """Options that are tried with ddp or with fsdp: nothing in them depends on it."""
 
@@ -118,7 +119,6 @@ REFUSED = {
     "fsdp/spam": ["optimizer=spam"],
     "fsdp/stable_adamw": ["optimizer=stable_adamw"],
     "fsdp/kimi": ["qkclip=kimi"],
-    "fsdp/mu": ["zloss=mu"],
     "fsdp/mu_centering": ["zloss=mu_centering"],
     "fsdp/monitors": ["monitors=full"],
     "fsdp/bf16_params": ["precision=bf16_params"],
@@ -134,7 +134,6 @@ UNUSED_CASES = {
 CASES = {name: {"overrides": chosen} for name, chosen in (KINDS | UNUSED_CASES).items()} | {
     name: {"overrides": [*GPT, *chosen, "parallel=fsdp"]} for name, chosen in REFUSED.items()
 }
-CASES["fsdp/chunks"] = {"overrides": [*GPT, "parallel=fsdp", "loss_chunk=7"]}
 CASES["ddp/bf16_params"] = {"overrides": [*GPT, "parallel=ddp", "precision=bf16_params"]}
 CASES |= {
     f"{kind}/other_data": {"overrides": [*GPT, f"parallel={kind}", "data.seed='${oc.decode:${oc.env:RANK}}'"]}
@@ -214,13 +213,6 @@ def test_and_is_refused_with_fsdp(request, name):
         assert seen[name]["error"] == "ConfigError"
         assert "needs whole tensors, but parallel=fsdp shards them across the ranks: use " in seen[name]["message"]
         assert REFUSED[name][0] in seen[name]["message"]
-
-
-@pytest.mark.slow
-def test_chunks_of_a_loss_are_refused_with_fsdp(two):
-    for seen in two:
-        assert seen["fsdp/chunks"]["error"] == "ConfigError"
-        assert "use loss_chunk=auto or none, or parallel=ddp" in seen["fsdp/chunks"]["message"]
 
 
 @pytest.mark.slow(unless=lambda kind: kind == "ddp")

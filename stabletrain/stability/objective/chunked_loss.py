@@ -256,9 +256,7 @@ def with_loss_chunk(objective: Objective, wanted: str | int, model: nn.Module, a
         why = (
             f"{type(model).__name__} has no head that can run outside of its forward pass"
             if able
-            else "FSDP all-gathers the head's weights only during the model's forward pass"
+            else "with parallel.find_unused_parameters=true, DDP would take the head for unused"
         )
-        raise ConfigError(
-            f"loss_chunk={wanted}: {why}; use loss_chunk=auto or none{'' if able else ', or parallel=ddp'}"
-        )
+        raise ConfigError(f"loss_chunk={wanted}: {why}; use loss_chunk=auto or none")
     return objective

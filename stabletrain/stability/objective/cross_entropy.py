@@ -108,19 +108,21 @@ def check_head(zloss: NoZLoss, option: str, model: nn.Module, able: bool) -> Non
 
     Args:
         option: of the group `zloss`.
-        able: whether the whole weight exists outside of the model's forward pass.
+        able: whether the head may be used outside of the model's forward pass.
 
     Raises:
         ConfigError: it is not.
     """
     if not zloss.needs_head:
         return
-    if not able:
+    weight = getattr(classifier(model), "weight", None)
+    # Between forward and backward the head is whole with FSDP too, but not after the update.
+    if not able or (hasattr(weight, "to_local") and type(zloss.after_update) is not AfterUpdate):
         raise ConfigError(
             f"zloss={option} needs whole tensors, but parallel=fsdp shards them across the ranks: use parallel=ddp, or "
             "zloss=palm"
         )
-    if not isinstance(getattr(classifier(model), "weight", None), nn.Parameter):
+    if not isinstance(weight, nn.Parameter):
         raise ConfigError(
             f"zloss={option} needs the weight of the head, and {type(model).__name__} has no nn.Linear and no method "
             "classifier() that returns the module which has it; fix: add one, or zloss=palm"
