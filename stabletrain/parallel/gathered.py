@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 ATEN = torch.ops.aten
 SAME_WEIGHT = {ATEN.detach.default, ATEN.alias.default, ATEN.as_strided.default}
@@ -30,42 +31,42 @@ class Gathered(Tensor):
     Any other operation gets a copy in `dtype`.
     """
 
-    inner: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    narrow_weight: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # ty: ignore[incompatible-method-override]
 
     @staticmethod
     def __new__(cls, inner: Tensor, dtype: torch.dtype) -> "Gathered":
-        return torch.Tensor._make_wrapper_subclass(  # ty: ignore[unresolved-attribute]
+        return torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device
         )
 
     def __init__(self, inner: Tensor, dtype: torch.dtype) -> None:
-        self.inner = inner
+        self.narrow_weight = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # ty: ignore[incompatible-method-override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Runs an operation; see the class."""
         kwargs = kwargs or {}
         own = args[0] if args else None
         if isinstance(own, Gathered):
             if func in SAME_WEIGHT:
-                return Gathered(func(own.inner, *args[1:], **kwargs), own.dtype)
-            if func is ATEN._to_copy.default and {**kwargs, "non_blocking": 0} == {
-                "dtype": own.inner.dtype,
-                "non_blocking": 0,
-            }:
-                return own.inner.detach()  # another tensor with the same memory, for its own graph
-        wide = torch.utils._pytree.tree_map_only(Gathered, lambda each: each.inner.to(each.dtype), (args, kwargs))
+                return Gathered(func(own.narrow_weight, *args[1:], **kwargs), own.dtype)
+            wanted = {name: value for name, value in kwargs.items() if name != "non_blocking"}
+            if func is ATEN._to_copy.default and wanted == {"dtype": own.narrow_weight.dtype}:
+                return own.narrow_weight.detach()  # another tensor with the same memory, for its own graph
+        wide = tree_map_only(Gathered, lambda each: each.narrow_weight.to(each.dtype), (args, kwargs))
         return func(*wide[0], **wide[1])
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         """Says to the compiler what this consists of."""
-        return ["inner"], self.dtype
+        return ["narrow_weight"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(parts: Mapping[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> "Gathered":
         """Makes it of that again."""
-        return Gathered(parts["inner"], dtype)
+        return Gathered(parts["narrow_weight"], dtype)
 
 
 def gather_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -75,8 +76,8 @@ def gather_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         parameter: of an FSDP2 module, sharded by rows; fp32.
         dtype: of the whole weight.
     """
-    shard = parameter._local_tensor  # ty: ignore[unresolved-attribute]
-    ranks, rows = parameter.device_mesh.size(), len(parameter)  # ty: ignore[unresolved-attribute]
+    shard = parameter._local_tensor  # ty: ignore[missing-attribute]
+    ranks, rows = parameter.device_mesh.size(), len(parameter)  # ty: ignore[missing-attribute]
     padded = -(-rows // ranks)
 
     def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, ...], None]:

@@ -77,9 +77,14 @@ class CheckpointedBlock(nn.Module):
         if not (self.training and torch.is_grad_enabled() and may_recompute()):
             return run(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler writes into buffers once, however often it computes something
-            return checkpoint.checkpoint(run, *args, use_reentrant=False, **self.options, **kwargs)
+            given: dict[str, Any] = {"use_reentrant": False, **self.options, **kwargs}
+            return checkpoint.checkpoint(run, *args, **given)
         held = [(module, values_of(module)) for module in self.modules() if module._buffers]
-        contexts = partial(with_held, self.options.get("context_fn", checkpoint.noop_context_fn), held)
+        # PyTorch's selective policy expects the same operations twice. Hooks of FSDP on a module inside the block run
+        # others the second time, so such a block is computed again as a whole.
+        inside = any(hasattr(module, "reshard") for module in self.modules() if module is not self)
+        options = {} if inside else self.options
+        contexts = partial(with_held, options.get("context_fn", checkpoint.noop_context_fn), held)
         return plain_checkpoint()(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 

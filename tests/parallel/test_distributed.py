@@ -140,6 +140,9 @@ CASES |= {
     for kind in ("ddp", "fsdp")
 }
 FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("ddp", "fsdp")}
+FEW_ROWS = [*GPT, "precision=bf16", "model.n_embd=3", "model.n_head=1", "model.position=learned", "loss_chunk=7"]
+"""Most tensors have 3 rows, so that the last of four ranks holds nothing of them."""
+FOUR["fsdp/few_rows"] = {"overrides": [*FEW_ROWS, "parallel=fsdp"]}
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +250,14 @@ def test_narrow_precisions_agree_within_their_rounding(two, one, name):
 def test_four_ranks_compute_what_one_does(four, one, kind):
     for seen in four:
         agree(seen[f"{kind}/gpt"], one(*GPT))
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_nothing_of_a_tensor_gather_it_in_bf16(four, one):
+    alone = one(*FEW_ROWS)
+    for seen in four:
+        assert seen["fsdp/few_rows"]["error"] is None, seen["fsdp/few_rows"]["message"]
+        assert numbers(seen["fsdp/few_rows"], "loss") == pytest.approx(numbers(alone, "loss"), rel=5e-3)
 
 
 @pytest.mark.slow(unless=lambda name: name in ESSENTIAL)
