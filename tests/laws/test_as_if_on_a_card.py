@@ -46,6 +46,7 @@ NOT_HERE = {
     "faults=bitflip": "flips a bit of a real tensor",
     "faults=optimizer": "reads whether the step was withheld, and writes a number from the host",
     "faults=kill": "ends the process",
+    "activation_checkpointing=selective": "the fake engine computes a block again for each node; once is allowed",
     "faults=disk_full": "acts on checkpoints only",
     "faults=wandb": "acts on W&B only",
     "faults=plan": "has no fault of its own",
