@@ -194,7 +194,7 @@ def build_model(
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
     options.activation_checkpointing.attach(model)
-    parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters
+    parallel.shard(model, precision.casts(model))  # before the optimizer is built: it must hold the sharded parameters
     overrides = {**parallel.optimizer_overrides(options.optimizer.option)}
     if getattr(options.clipping, "clips_updates", False):
         overrides["shows_update"] = True  # the configuration was checked: it is one of this package's optimizers
