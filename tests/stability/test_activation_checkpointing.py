@@ -178,11 +178,11 @@ def test_a_trace_names_the_operations_of_the_first_pass_and_marks_those_of_the_s
             each(tokens().inputs).float().square().mean().backward()
         traces.append(trace)
     plain, found = (
-        [(r.op, r.module) for r in t.records if r.direction == "forward" and not r.recomputed] for t in traces
+        [(r.op, r.module) for r in t.records if r.direction == "forward" and not r.recomputed and "blocks" in r.module]
+        for t in traces
     )
-    assert [each for each in found if "blocks" in each[1] and "detach" not in each[0]] == [
-        each for each in plain if "blocks" in each[1] and "detach" not in each[0]
-    ]
+    its_own = ("aten.detach", "aten.empty")  # of the checkpointing itself; the second in PyTorch 2.11
+    assert [each for each in found if each[0] not in its_own] == [each for each in plain if each[0] not in its_own]
     assert any(record.recomputed for record in traces[1].records)
 
 

@@ -203,7 +203,7 @@ def next_tensor(optimizer: Optimizer, turn: int | None) -> tuple[dict[str, Any],
     """
     each_one = optimizers_of(optimizer)
     hooks = [hook for each in each_one for hook in each._optimizer_step_post_hooks.values()]
-    rounded = {id(weight) for hook in hooks for weight in getattr(getattr(hook, "__self__", None), "weights", ())}
+    rounded = {id(each) for hook in hooks for each in getattr(getattr(hook, "__self__", None), "rounded_at_random", ())}
     able = [
         (group, weight, each)
         for each in each_one

@@ -118,7 +118,7 @@ class Rounding:
     """
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
-        self.weights = list(weights)
+        self.rounded_at_random = list(weights)
         self._kept: list[tuple[Tensor, Tensor | None]] = []
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -128,15 +128,15 @@ class Rounding:
 
     def widen_(self, *_: Any) -> None:
         """Replaces weights and gradients by fp32 copies."""
-        self._kept = [(weight.data, weight.grad) for weight in self.weights]
-        for weight, (data, gradient) in zip(self.weights, self._kept, strict=True):
+        self._kept = [(weight.data, weight.grad) for weight in self.rounded_at_random]
+        for weight, (data, gradient) in zip(self.rounded_at_random, self._kept, strict=True):
             # PyTorch requires that a gradient has its weight's dtype, so clear it before the dtype changes.
             weight.grad, weight.data = None, data.float()
             weight.grad = None if gradient is None else gradient.float()
 
     def round_(self, *_: Any) -> None:
         """Writes the rounded weights into their bf16 memory, and restores the bf16 gradients."""
-        for weight, (data, gradient) in zip(self.weights, self._kept, strict=True):
+        for weight, (data, gradient) in zip(self.rounded_at_random, self._kept, strict=True):
             data.copy_(round_stochastically(weight.data))
             weight.grad, weight.data = None, data
             weight.grad = gradient
@@ -149,13 +149,13 @@ class ShardRounding:
     A rank draws random bits for its own rows, from its generator, which is seeded by step number and rank.
 
     Attributes:
-        weights: DTensors; each is rounded at once, to the nearest.
+        rounded_at_random: DTensors; each is rounded at once, to the nearest.
     """
 
     @torch.no_grad()
     def __init__(self, weights: Sequence[Any]) -> None:
-        self.weights = list(dict.fromkeys(weights))
-        for weight in self.weights:
+        self.rounded_at_random = list(dict.fromkeys(weights))
+        for weight in self.rounded_at_random:
             own = weight.to_local()
             own.copy_(own.bfloat16())
 
@@ -166,7 +166,7 @@ class ShardRounding:
     @torch.no_grad()
     def round_(self, optimizer: Optimizer, *_: Any) -> None:
         """Rounds this rank's part of each weight, unless the step was withheld."""
-        for weight in self.weights:
+        for weight in self.rounded_at_random:
             own = weight.to_local()
             # QK-clip, which acts later, may leave other values: a withheld step must not round them.
             write_where_([own], [round_stochastically(own).float()], gate(optimizer, own.device))
