@@ -47,7 +47,6 @@ from stabletrain.errors import Interrupted, NotSaved, StabletrainError, Training
 from stabletrain.extension import NoPage, NoSweep, extension
 from stabletrain.importing import uncollected
 from stabletrain.machine.signals import NoStopRequest
-from stabletrain.parallel import collectives
 from stabletrain.parallel.failure_report import as_rank_lost, publish_end, publish_location
 from stabletrain.parallel.ranks import (
     Ranks,
@@ -131,8 +130,6 @@ def run_command_line(main: Callable[[], Any], config_dir: Path) -> int:
     finally:
         if ranks.is_main and (closing := sweep.closing()):
             say(closing, flush=True)
-        if ranks.is_main:
-            collectives.remove_if_empty()
     if ranks.launched:
         leave_process_group()
     return sweep.exit_code()

@@ -7,6 +7,7 @@ gloo, nothing else does. The files lie in the run folder, and begin with `TORCH_
 Format: `FlightRecorder.hpp` of PyTorch, versions 2.x of the dump, as pickle (PyTorch's own files) or as JSON.
 """
 
+import atexit
 import io
 import json
 import os
@@ -73,6 +74,8 @@ def record_to(folder: Path, ranks: Ranks, *, cards: bool) -> None:
     with suppress(OSError):  # a record helps after a failure, and must not cause one
         if cards:
             Path(prefix()).parent.mkdir(parents=True, exist_ok=True)  # PyTorch does not create it
+            if ranks.is_main:
+                atexit.register(remove_if_empty)
         for file in files_of(ranks.rank):
             file.unlink(missing_ok=True)
 

@@ -16,7 +16,6 @@ from stabletrain.config import trust
 from stabletrain.config.make import plain
 from stabletrain.config.resuming import check_resume, settings
 from stabletrain.machine import compiling
-from stabletrain.parallel import collectives
 from stabletrain.parallel.ranks import run_on_main
 from stabletrain.tracking.progress import Progress
 from stabletrain.trainer.init_from import starting_weights
@@ -63,10 +62,6 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     trained = build_model(options, process, source, weights, chooses_checksums(options.guard))
     choose_checksums(options.guard, process, trained, options.batch_size)
     tools = make_tools(options, process, source, trained.state.model)
-
-    # If the ranks ever wait in vain, this shows for which one.
-    collectives.record_to(folder, process.ranks, cards=process.device.type == "cuda")
-    collectives.name_collectives(trained.state.model)
 
     # Nothing is written before all of this fits together, so that a refusal leaves no half-made run behind.
     trust.remember_config(cfg)  # by every rank: a node may have a home of its own
