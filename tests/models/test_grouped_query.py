@@ -138,18 +138,26 @@ def test_the_meter_repeats_the_keys() -> None:
     assert torch.equal(few.max_logit, many.max_logit)
 
 
-def test_muon_per_head_makes_each_shared_head_orthogonal() -> None:
-    model = small(n_kv_head=2)
-    optimizer = Muon(**MUON | {"weight_decay": 0.0}, per_head=True)(model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    for name, heads in (("query", 4), ("key", 2), ("value", 2)):
-        update = before[f"blocks.0.attention.{name}.weight"] - model.blocks[0].attention.get_submodule(name).weight
-        sizes = torch.linalg.svdvals(update.unflatten(0, (heads, 8)).double())
-        assert sizes.shape == (heads, 8)
-        assert sizes.max() < 2 * sizes.min(), name  # five Newton-Schulz iterations: 0.7 to 1.2 times the factor
+def test_muon_per_head_orthogonalises_each_shared_head_alone() -> None:
+    """No head feels another one's gradients: those of the first head are 1024 times as large, and change nothing."""
+    found = []
+    for louder in (1, 1024):
+        model = small(n_kv_head=2)
+        optimizer = Muon(**MUON | {"weight_decay": 0.0}, per_head=True)(model)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        weights = [model.get_parameter(f"blocks.0.attention.{name}.weight") for name in ("query", "key", "value")]
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            assert weight.grad is not None
+            weight.grad[:8] *= louder
+        optimizer.step()
+        found.append([old - weight.detach() for old, weight in zip(before, weights, strict=True)])
+    for heads, one, other in zip((4, 2, 2), *found, strict=True):
+        assert torch.equal(one, other)
+        sizes = torch.linalg.svdvals(one.unflatten(0, (heads, 8)).double())
+        assert sizes.max() < 2 * sizes.min()  # five Newton-Schulz iterations: 0.7 to 1.2 times the factor
 
 
 def count(model: nn.Module) -> int:
