@@ -341,7 +341,7 @@ def run(folder: Path, jobs: int) -> None:
 def of_full_grid(screen: Mapping[str, Row]) -> set[str]:
     """Returns the names of the rows that the screen tells apart, and of those that they are compared with."""
     wanted = {name for name, each in effects_of(screen).items() if each.told_apart} | {"default"}
-    return wanted | {kind.beside for kind in KINDS if kind.name in wanted}
+    return wanted | {screen[name].kind.beside for name in wanted}
 
 
 # ---- the pages
@@ -524,8 +524,8 @@ def which_knobs(folder: Path) -> Iterator[str]:
     yield paragraph(
         "Made from the runs of the [catalogue](catalogue.md) by `python docs/catalogue.py`: for each trouble the knobs "
         "that changed what measures it, beyond the 95 % interval over all runs of the screen that share rate and seed, "
-        "the strongest first. *Costs* are what the same knob does to the loss at its best rate, if that is told apart, "
-        "and to the time of a step. Small models, short runs: see the catalogue for what they cannot show."
+        "the strongest first. *Costs*: by how much it raises the loss at the best rate, where the interval leaves out "
+        "0, and the time of a step. Small models, short runs: see the catalogue for what they cannot show."
     )
     for trouble, what, measure, more in TROUBLES:
         found = {}

@@ -8,7 +8,19 @@ import statistics
 
 import pytest
 
-from docs.catalogue import KINDS, STAGES, Stage, catalogue, command, effect, factor, main, rows_of, which_knobs
+from docs.catalogue import (
+    KINDS,
+    STAGES,
+    Stage,
+    catalogue,
+    command,
+    effect,
+    factor,
+    main,
+    of_full_grid,
+    rows_of,
+    which_knobs,
+)
 from stabletrain.config.checks import check
 from tests.beside.comparison.written import write
 from tests.runs import composed
@@ -96,6 +108,13 @@ def test_the_pages_say_what_is_told_apart_and_what_is_not(runs, tmp_path):
     assert f"| {WORSE}" not in logits
     assert "No knob of the screen changes this for the better." in drift
     assert (tmp_path / "catalogue.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_the_full_grid_has_what_is_told_apart_and_what_it_is_compared_with(runs):
+    rows = rows_of(runs, "screen")
+    assert of_full_grid(rows) == {"default", HELPS, WORSE}
+    beside = rows[WORSE]._replace(kind=rows[WORSE].kind._replace(beside=NOISE))
+    assert of_full_grid({**rows, WORSE: beside}) == {"default", HELPS, WORSE, NOISE}
 
 
 def test_the_page_says_what_the_full_grid_still_lacks(runs, tmp_path, monkeypatch):

@@ -13,20 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.errors import ConfigError
 from stabletrain.parallel.distributed import Distributed
 from stabletrain.parallel.gathered import gather_in
 from stabletrain.parallel.ranks import Ranks, Timeouts
 from stabletrain.parallel.single import NO_CASTS
 from stabletrain.parallel.whole import GatheredState, WholeState
 from stabletrain.records import GradNorms, RankPart
-
-SUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("adamw", "stable_adamw", "spam", "sgd", "muon"),
-    "clipping": ("none", "norm", "value", "per_module", "agc", "adagc", "zclip", "update_norm"),
-    "monitors": ("none", "default", "full"),
-}
-"""Options that work on shards: they are elementwise, or add up the numbers of all ranks (`shards.py`)."""
 
 
 class FSDP(Distributed):
@@ -43,19 +35,6 @@ class FSDP(Distributed):
     def __init__(self, ranks: Ranks, reshard_after_forward: bool = True, timeouts: Timeouts | None = None) -> None:
         super().__init__(ranks, timeouts)
         self.reshard_after_forward = reshard_after_forward
-
-    def check(self, choices: Mapping[str, str]) -> None:
-        """Rejects options that need whole tensors.
-
-        Raises:
-            ConfigError: one is chosen; names it and the alternatives.
-        """
-        for group, able in SUPPORTED.items():
-            if (chosen := choices.get(group)) is not None and chosen not in able:
-                raise ConfigError(
-                    f"{group}={chosen} needs whole tensors, but parallel=fsdp shards them across the ranks: use "
-                    f"parallel=ddp, or {group}={' or '.join(able)}"
-                )
 
     def optimizer_overrides(self, choice: str) -> Mapping[str, Any]:
         """Disables the fused kernel of SGD, which PyTorch does not support for sharded tensors."""

@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -108,42 +108,31 @@ class NoActivationCheckpointing:
 class CheckpointedBlocks(NoActivationCheckpointing):
     """Keeps the inputs of each block."""
 
+    option: ClassVar[str] = "blocks"
+    mixin: ClassVar[type[CheckpointedBlock]] = CheckpointedBlock
+
     def attach(self, model: nn.Module) -> None:
         """Makes the model's blocks keep less, in place. Call it before the model is sharded.
 
         Raises:
             ConfigError: the model has no blocks.
         """
-        add_mixin(model, CheckpointedBlock, "blocks")
+        found = [block for block in blocks(model).values() if any(True for _ in block.children())]
+        if not found:
+            raise ConfigError(
+                f"activation_checkpointing={self.option} finds no blocks in {type(model).__name__}: it needs modules "
+                "with modules of their own, in an nn.ModuleList or nn.Sequential; fix: activation_checkpointing=none"
+            )
+        for block in found:
+            block.__class__ = with_mixin(self.mixin, type(block), "")
 
 
 @dataclass(frozen=True)
-class SelectiveBlocks(NoActivationCheckpointing):
+class SelectiveBlocks(CheckpointedBlocks):
     """Keeps the inputs of each block, and the outputs of the expensive operations in it."""
 
-    def attach(self, model: nn.Module) -> None:
-        """Makes the model's blocks keep less, in place. Call it before the model is sharded.
-
-        Raises:
-            ConfigError: the model has no blocks.
-        """
-        add_mixin(model, SelectiveBlock, "selective")
-
-
-def add_mixin(model: nn.Module, mixin: type[CheckpointedBlock], option: str) -> None:
-    """Adds a mixin to the class of every block.
-
-    Raises:
-        ConfigError: the model has no blocks.
-    """
-    found = [block for block in blocks(model).values() if any(True for _ in block.children())]
-    if not found:
-        raise ConfigError(
-            f"activation_checkpointing={option} finds no blocks in {type(model).__name__}: it needs modules with "
-            "modules of their own, in an nn.ModuleList or nn.Sequential; fix: activation_checkpointing=none"
-        )
-    for block in found:
-        block.__class__ = with_mixin(mixin, type(block), "")
+    option: ClassVar[str] = "selective"
+    mixin: ClassVar[type[CheckpointedBlock]] = SelectiveBlock
 
 
 @cache

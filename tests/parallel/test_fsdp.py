@@ -1,4 +1,4 @@
-"""FSDP: unsupported options are refused, each block is sharded, and the results equal the whole model's."""
+"""FSDP: each block is sharded, and the results equal the whole model's."""
 
 import copy
 from contextlib import nullcontext
@@ -10,16 +10,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from stabletrain.checkpoint.tree import is_sharded
-from stabletrain.errors import ConfigError
 from stabletrain.monitors.probe import measure_gradients
-from stabletrain.parallel.fsdp import FSDP, SUPPORTED, blocks
+from stabletrain.parallel.fsdp import FSDP, blocks
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import GatheredState
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart
 from stabletrain.stability.objective import CrossEntropy
 from stabletrain.stability.parameter_roles import classifier
 from tests.monitors.watched import tiny_gpt, tiny_resnet, tokens
-from tests.runs import CONF
 
 
 @pytest.fixture
@@ -39,23 +37,6 @@ def run_passes(model, batch, sync=None):
         logits = model(batch.inputs)
         logits.square().mean().backward()
     return logits.detach()
-
-
-@pytest.mark.parametrize("group", SUPPORTED)
-def test_an_option_that_needs_whole_tensors_is_refused_and_the_error_names_one_that_does_not(fsdp, group):
-    options = {file.stem for file in (CONF / group).glob("*.yaml")}
-    assert options >= {*SUPPORTED[group]}, "all of them exist"
-    fsdp.check(dict.fromkeys([group], SUPPORTED[group][0]))
-    for option in options - {*SUPPORTED[group]}:
-        with pytest.raises(
-            ConfigError, match=f"{group}={option} needs whole tensors.*or {group}={SUPPORTED[group][0]}"
-        ):
-            fsdp.check({group: option})
-
-
-def test_supported_options_and_other_groups_are_accepted(fsdp):
-    fsdp.check({group: able[-1] for group, able in SUPPORTED.items()})
-    fsdp.check({"model": "gpt_nano"})
 
 
 def test_only_sgd_runs_without_its_fused_kernel(fsdp):

@@ -150,6 +150,18 @@ def test_a_block_reads_its_buffers_as_they_were_and_changes_them_once():
     assert all(a is b for a, b in zip(buffers, model.buffers(), strict=True)), "the same tensors"
 
 
+def test_a_block_reads_them_so_again_in_a_second_backward_pass():
+    plain, model = with_kind("blocks", lambda: Stack(Counting()))
+    losses = [each(torch.ones(2, 4)).square().mean() for each in (plain, model)]
+    for _ in range(2):
+        expected, found = (
+            torch.autograd.grad(loss, list(each.parameters()), retain_graph=True)
+            for loss, each in zip(losses, (plain, model), strict=True)
+        )
+        assert same_bits(found, expected)
+    assert len(model.blocks[0].calls) == 3, "it was computed again each time"
+
+
 @pytest.mark.parametrize("mode", ["evaluation", "no_grad"])
 def test_only_a_training_pass_with_gradients_is_computed_again(mode):
     _, model = with_kind("blocks", lambda: Stack(Counting()))
