@@ -3,12 +3,13 @@
     python benchmarks/traffic.py
 
     ddp    gradients: one all-reduce per bucket, once per step
-    fsdp   weights: one all-gather per block for each forward and each backward pass; gradients: one reduce-scatter per
-           block, once per step
+    fsdp   weights: one all-gather per block for each forward and each backward pass, and for the modules outside of
+           blocks for each forward pass; gradients: one reduce-scatter per block, once per step
     both   one small all-gather of a row of numbers (`stabletrain/parallel/distributed.py`), and one all-reduce of
            BatchNorm's statistics; with fsdp one all-reduce of the lengths of update and weights
 
-Everything is fp32, as the weights are. Collectives use a ring, as NCCL's and
+Everything is fp32, as the weights are; but with `precision=bf16` and `fp16`, fsdp gathers the weights of linear layers
+and convolutions in half of the bytes. `precision=bf16_params` is not covered. Collectives use a ring, as NCCL's and
 gloo's do: of B bytes over W ranks, each rank sends B (W-1)/W to all-gather or reduce-scatter, in W-1 messages, and
 twice that to all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same
 bytes.
@@ -21,7 +22,7 @@ Sources: Li et al., arXiv 2006.15704 (DDP's buckets); Zhao et al., arXiv 2304.11
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -54,11 +55,13 @@ class Sizes(NamedTuple):
         shapes: of the parameters, in their order; all are trained.
         groups: for each parameter the number of its block, which FSDP gathers as a unit; 0 if it is in no block.
         buffers: number of floats averaged over the ranks in every step: BatchNorm's statistics.
+        casts: for each parameter whether fsdp gathers it in two bytes a number; empty if none is.
     """
 
     shapes: tuple[Shape, ...]
     groups: tuple[int, ...]
     buffers: int = 0
+    casts: tuple[bool, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -73,8 +76,12 @@ class Sizes(NamedTuple):
         return found
 
 
-def of(model: nn.Module) -> Sizes:
-    """Returns the sizes of a model that is not sharded yet; it may be on the device `meta`."""
+def of(model: nn.Module, casts: Collection[str] = ()) -> Sizes:
+    """Returns the sizes of a model that is not sharded yet; it may be on the device `meta`.
+
+    Args:
+        casts: names of the weights that fsdp gathers in two bytes a number, see `FullPrecision.casts`.
+    """
     group: dict[nn.Parameter, int] = {}
     for number, block in enumerate(blocks(model), 1):
         for parameter in block.parameters():
@@ -82,7 +89,9 @@ def of(model: nn.Module) -> Sizes:
     kept = model.state_dict().keys()
     buffers = [b.numel() for name, b in model.named_buffers() if name in kept and b.is_floating_point()]
     parameters = list(model.parameters())
-    return Sizes(tuple(tuple(p.shape) for p in parameters), tuple(group.get(p, 0) for p in parameters), sum(buffers))
+    cast = tuple(name in casts for name, _ in model.named_parameters()) if casts else ()
+    groups = tuple(group.get(p, 0) for p in parameters)
+    return Sizes(tuple(tuple(p.shape) for p in parameters), groups, sum(buffers), cast)
 
 
 def gpt(layers: int, width: int, vocabulary: int, context: int) -> Sizes:
@@ -128,12 +137,23 @@ def ddp(sizes: Sizes, ranks: int) -> list[Collective]:
 
 def fsdp(sizes: Sizes, ranks: int, micro_batches: int = 1, reshard_after_forward: bool = True) -> list[Collective]:
     """Returns the collectives of a `parallel=fsdp` step."""
+    again = reshard_after_forward
     parts = [FP32 * ranks * part(shapes, ranks) for shapes in sizes.by_group().values()]
-    passes = micro_batches * (2 if reshard_after_forward else 1)
-    gathers = [Collective("all_gather", whole) for whole in parts] * passes
+    gathers = [Collective("all_gather", size) for size in gathered(sizes, ranks).values()]
+    gathers += [Collective("all_gather", size) for group, size in gathered(sizes, ranks).items() if group and again]
+    gathers *= micro_batches
     scatters = [Collective("reduce_scatter", whole) for whole in parts]
     lengths = Collective("all_reduce", FP32 * LENGTHS)
     return [*gathers, *scatters, *statistics(sizes), row(len(sizes.shapes), ranks), lengths]
+
+
+def gathered(sizes: Sizes, ranks: int) -> dict[int, int]:
+    """Returns the bytes of each group's whole weights as fsdp gathers them, with padding."""
+    found = dict.fromkeys(sizes.by_group(), 0)
+    for number, (shape, group) in enumerate(zip(sizes.shapes, sizes.groups, strict=True)):
+        size = FP32 // 2 if sizes.casts and sizes.casts[number] else FP32
+        found[group] += size * ranks * part([shape], ranks)
+    return found
 
 
 def bucketed(shapes: Sequence[Shape]) -> list[int]:
@@ -201,11 +221,15 @@ def held_by_fsdp(
     """
     own, statistic = FP32 * part(sizes.shapes, ranks), FP32 * sizes.buffers
     groups = {group: FP32 * ranks * part(shapes, ranks) for group, shapes in sizes.by_group().items()}
-    outside = groups.pop(0, 0)
-    some, everything = outside + sum(sorted(groups.values())[-2:]), outside + sum(groups.values())
-    gathered = some if reshard_after_forward else everything
-    unscattered = some if micro_batches == 1 else everything
-    return Memory(own, own, moments * own, gathered + unscattered, (1 + moments) * own + statistic)
+    weights = some_or_all(gathered(sizes, ranks), everything=not reshard_after_forward)
+    unscattered = some_or_all(groups, everything=micro_batches > 1)
+    return Memory(own, own, moments * own, weights + unscattered, (1 + moments) * own + statistic)
+
+
+def some_or_all(groups: dict[int, int], *, everything: bool) -> int:
+    """Returns the bytes of the modules outside of blocks and of the two largest blocks, or of everything."""
+    inside = sorted(size for group, size in groups.items() if group)
+    return groups.get(0, 0) + sum(inside if everything else inside[-2:])
 
 
 # ---- the tables of docs/scaling.md
@@ -241,6 +265,8 @@ FLOPS = 0.40 * 989e12
 def line(example: Example, kind: str, cards: int) -> str:
     """Returns a line of the table."""
     sizes, sequences = example.sizes, SEQUENCES // cards
+    in_blocks = zip(sizes.shapes, sizes.groups, strict=True)
+    sizes = sizes._replace(casts=tuple(bool(group) and len(shape) == 2 for shape, group in in_blocks))
     micro_batches = -(-sequences // example.at_once)
     if kind == "ddp":
         calls, held = ddp(sizes, cards), held_by_ddp(sizes, micro_batches)

@@ -32,7 +32,11 @@ requeue() {
     say "$1; not queued again, this was start $((restarts + 1)) and --max-requeues is $max_requeues"
     exit 75
   fi
-  say "$1; queued again ($((restarts + 1)) of at most $max_requeues times)"
+  local why=$1
+  if [[ -n $twice ]]; then
+    why+="; $twice: the job avoids $avoid from now on (scontrol update JobId=$job ExcNodeList= allows them again)"
+  fi
+  say "$why; queued again ($((restarts + 1)) of at most $max_requeues times)"
   scontrol requeue "$job" || exit 75
   if [[ -n $avoid ]]; then   # Slurm changes this of waiting jobs only, and this one waits for the end of this script
     for _ in {1..10}; do
@@ -71,14 +75,35 @@ node_addresses() {   # Slurm's address of each node, in the order of SLURM_NODEI
   done
 }
 
-nodes_to_avoid() {   # those that the job avoids already, and those whose card this start could not use
+nodes_to_avoid() {   # those that the job avoids already, and those named here
   local already
   already=$(scontrol show job --oneliner "$job" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
-  { [[ ${already:-(null)} == "(null)" ]] || echo "$already"; sort -u "$unsuited"; } | paste -s -d ,
+  { [[ ${already:-(null)} == "(null)" ]] || echo "$already"; printf '%s\n' "$@"; } | paste -s -d ,
+}
+
+lost_nodes() {   # of those on which the start before this one ran: nodes that are down now, or were started since then
+  local of since before_this name state boot
+  read -r of since before_this <"$running" || return
+  [[ $of == "$job" ]] || return
+  while read -r name boot state; do
+    if [[ $state =~ DOWN|FAIL|NOT_RESPONDING|\* || ($boot == 2* && $boot > $since) ]]; then
+      echo "$name"
+    fi
+  done < <(scontrol show node --oneliner "$before_this" | sed -n \
+    's/^NodeName=\([^ ]*\) .* State=\([^ ]*\) .* BootTime=\([^ ]*\) .*/\1 \3 \2/p')
+}
+
+note_failure() {   # NODE WHY: of a node that has failed this job twice, the job is kept away when it is queued again
+  echo "$job $1 $2" >>"$failed"
+  say "node $1 failed: $2"
+  if (($(grep -c "^$job $1 " "$failed") == 2)); then
+    twice="$1 has failed this job twice"
+    avoid=$(nodes_to_avoid "$1")
+  fi
 }
 
 set +e
-stop='' ended='' avoid=''
+stop='' ended='' avoid='' twice=''
 trap 'stop=1' USR2
 trap 'ended=1' TERM
 
@@ -92,7 +117,21 @@ before=$(newest_checkpoint) begun=$(progress)
 without_step=${notes_folder:-$folder}/slurm.without_step
 unsuited=${notes_folder:-$folder}/slurm.unsuited   # names of the nodes whose card this start cannot use
 export STABLETRAIN_UNSUITED_NODES=$unsuited
-rm -f "$unsuited"
+killed=${notes_folder:-$folder}/slurm.killed   # nodes of this start on which a rank was killed or crashed, with its code
+failed=${notes_folder:-$folder}/slurm.failed_nodes   # job, node and reason, one line for each failure
+running=${notes_folder:-$folder}/slurm.running   # job, time and nodes of a start that has not ended by itself
+export STABLETRAIN_KILLED_ON=$killed
+rm -f "$unsuited" "$killed"
+if [[ -f $running ]]; then
+  for node in $(lost_nodes); do
+    note_failure "$node" "it was lost during an earlier start"
+  done
+fi
+mkdir -p "$(dirname -- "$running")"
+echo "$job $(date +%Y-%m-%dT%H:%M:%S) $SLURM_JOB_NODELIST" >"$running"
+if [[ -n $twice ]] && scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -qxF "${twice%% *}"; then
+  requeue "not started"
+fi
 if ((restarts == 0)); then
   rm -f "$without_step"
 fi
@@ -112,7 +151,7 @@ if ((SLURM_JOB_NUM_NODES * processes > 1)); then
   export STABLETRAIN_NODE_ADDRESSES
   # If NCCL times out, PyTorch writes the last collectives of each rank to files that begin with this.
   if [[ -z ${TORCH_FR_DUMP_TEMP_FILE:-}${TORCH_NCCL_DEBUG_INFO_TEMP_FILE:-} ]]; then
-    traces=$(realpath -m -- "$folder")/nccl
+    traces=$(realpath -m -- "$folder")/collectives
     mkdir -p "$traces"
     export TORCH_FR_DUMP_TEMP_FILE=$traces/start-$((restarts + 1))-rank-
   fi
@@ -127,11 +166,13 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 # process: hence the trap. srun returns the highest exit code of all nodes, and when one node fails it ends the others
 # with TERM. An end by TERM must not hide the code of the node that failed, so it is the lowest code, 1, inside srun, and
 # an error is 99; both are translated back below. A node whose card cannot do what the run needs (4) writes its name
-# down. Hundreds of ranks need more open files than Slurm's soft limit allows.
+# down, as does one whose rank was killed (137) or crashed (132, 135, 136, 139). An abort (134) is none of these: NCCL
+# aborts the ranks that have waited in vain. Hundreds of ranks need more open files than Slurm's soft limit allows.
 # shellcheck disable=SC2016
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${srun_options[@]}" bash -c 'ulimit -Sn "$(ulimit -Hn)"
   trap "" USR2; trap : TERM; "$@"; code=$?
   if ((code == 4)); then echo "${SLURMD_NODENAME:-$(hostname -s)}" >>"$STABLETRAIN_UNSUITED_NODES"; fi
+  if [[ $code =~ ^13[25679]$ ]]; then echo "${SLURMD_NODENAME:-$(hostname -s)} $code" >>"$STABLETRAIN_KILLED_ON"; fi
   case $code in 1) exit 99 ;; 143) exit 1 ;; *) exit $code ;; esac' rank \
   "${ranks[@]}" "$@" &
 child=$!
@@ -161,6 +202,16 @@ if [[ $(progress) != "$begun" ]]; then
   rm -f "$without_step"
 fi
 
+if [[ -z $ended ]] && ((code != 143)); then   # else a node may be lost, which the next start finds out
+  rm -f "$running"
+fi
+# If ranks were killed on several nodes, the cause is not one of them.
+if [[ -z $ended$stop && -f $killed && $(wc -l <"$killed") == 1 ]]; then
+  read -r node signaled <"$killed"
+  note_failure "$node" "a rank was killed or crashed there (code $signaled)"
+fi
+rm -f "$killed"
+
 if [[ -n $ended ]]; then
   say "ended by Slurm, code $code"
 elif ((code == 75)); then
@@ -173,7 +224,8 @@ elif ((code == 143)) || [[ $code == 4 && -s $unsuited ]]; then
   echo "$starts" >"$without_step"
   if ((code == 4)); then
     why="the card of $(sort -u "$unsuited" | paste -s -d ,) cannot do what the run needs, as the message above says"
-    avoid=$(nodes_to_avoid)
+    mapfile -t names < <(sort -u "$unsuited")
+    avoid=$(nodes_to_avoid "${names[@]}" ${twice:+"${twice%% *}"}) twice=''
     why+="; it avoids $avoid from now on (scontrol update JobId=$job ExcNodeList= allows them again)"
     rm -f "$unsuited"
   fi

@@ -42,10 +42,11 @@ CASES: dict[str, list[str]] = {
     "ddp, micro-batches": [*TINY_GPT, "parallel=ddp", "grad_accum_steps=2"],
     "ddp, several buckets": [*TINY_GPT, "parallel=ddp", "model.n_embd=176", "model.n_layer=3"],
     "ddp, BatchNorm": [*TINY_RESNET, "parallel=ddp"],
-    "fsdp": [*TINY_GPT, *UNEVEN, "parallel=fsdp"],
+    "fsdp": [*TINY_GPT, *UNEVEN, "parallel=fsdp", "precision=fp32"],
     "fsdp, micro-batches": [*TINY_GPT, *UNEVEN, "parallel=fsdp", "grad_accum_steps=2"],
     "fsdp, kept": [*TINY_GPT, *UNEVEN, "parallel=fsdp", "parallel.reshard_after_forward=false", "grad_accum_steps=2"],
     "fsdp, BatchNorm": [*TINY_RESNET, "parallel=fsdp"],
+    "fsdp, bf16": [*TINY_GPT, *UNEVEN, "parallel=fsdp", "grad_accum_steps=2", "precision=bf16"],
 }
 
 KINDS = {
@@ -143,7 +144,8 @@ def sizes_of(overrides: list[str]) -> traffic.Sizes:
     with composed(*overrides) as cfg, torch.device("meta"):
         options = read(ForwardOptions, cfg)
         data = Choice.of(cfg, "data").build()
-        return traffic.of(make_model(options.model, data, options.objective))
+        model = make_model(options.model, data, options.objective)
+        return traffic.of(model, options.precision.build(device=torch.device("cpu")).casts(model))
 
 
 def expected(case: list[str]) -> tuple[list[traffic.Collective], traffic.Memory]:
@@ -194,19 +196,33 @@ def test_ring():
 
 
 def test_gpt_is_the_model_that_the_configuration_builds():
-    sizes = sizes_of(["model=gpt2", "model.vocab_size=300", "data.block_size=64"])
+    sizes = sizes_of(["precision=fp32", "model=gpt2", "model.vocab_size=300", "data.block_size=64"])
     assert traffic.gpt(12, 768, 300, 64) == sizes
     assert round(traffic.gpt(12, 768, 50257, 1024).parameters, -5) == 124_400_000
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
 def test_every_model_can_be_asked(name: str):
-    sizes = sizes_of([f"model={name}", f"data={'stdlib' if name.startswith('gpt') else 'digits'}"])
+    data = "stdlib" if name.startswith(("gpt", "llama")) else "digits"
+    sizes = sizes_of(["precision=fp32", f"model={name}", f"data={data}"])
     alone, many = traffic.fsdp(sizes, 1), traffic.fsdp(sizes, 64)
     assert sum(traffic.bucketed(sizes.shapes)) == 4 * sizes.parameters
     gathered = [sum(call.bytes for call in calls if call.kind == "reduce_scatter") for calls in (alone, many)]
     assert gathered[0] == 4 * sizes.parameters <= gathered[1]  # padding
     assert all(call.sent(1) == 0 for call in alone)
+
+
+def test_pytorchs_tracker_finds_what_the_formula_says_a_rank_holds(tmp_path: Path):
+    """`benchmarks/sharded_memory.py` at a small size, with shared heads of keys and rows that 2 does not divide."""
+    small = ["--layers", "3", "--width", "24", "--vocabulary", "65", "--block", "8", "--json", "found.json"]
+    forked(RANKS, str(ROOT / "benchmarks" / "sharded_memory.py"), *small, cwd=tmp_path, logs=tmp_path)
+    first, last = json.loads((tmp_path / "found.json").read_text())["results"]
+    counters = 4 * (3 * 9 + 3)  # AdamW's step number of each tensor
+    for kind, more in (("weights", 0), ("gradients", 0), ("moments", counters)):
+        assert first["most"][kind] == first["computed"][kind] + more, kind
+        assert last["most"][kind] <= first["most"][kind], kind  # a row less of some tensors
+    assert 0 < first["most"]["whole"] <= first["computed"]["whole"]
+    assert first["losses"][0] > first["losses"][-1]
 
 
 @pytest.mark.parametrize("ranks", [2, 7, 64])

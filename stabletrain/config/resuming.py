@@ -161,6 +161,7 @@ ADDED_GROUPS |= {"activation_checkpointing": "none"}
 
 ADDED_KEYS: dict[str, Any] = {
     "model.swiglu_limit": None,
+    "model.n_kv_head": None,
     "optimizer.no_decay": ["norms", "biases", "scalars", "embeddings"],
     "optimizer.cautious_decay": False,
     "optimizer.scale": "match_rms",

@@ -175,7 +175,7 @@ TYPES = [
     Rule("loss_chunk", fails(lambda value: value in ("auto", "none") or (type(value) is int and value >= 1)),
          "{override} is not auto, none, or a number of tokens of at least 1", "{default}"),
     Rule("eval_batches warmup.steps model.vocab_size model.block_size model.num_classes model.in_channels "
-         "faults.rank data.workers guard.checksum_every", is_not_null_or(1),
+         "model.n_kv_head faults.rank data.workers guard.checksum_every", is_not_null_or(1),
          "{override} is not a whole number", "{corrected}"),
     Rule("model.swiglu_limit", is_not_null_or(1.0), "{override} is not a number", "{corrected}"),
     Rule("data.path faults.module faults.parameter wandb.entity wandb.group wandb.name", is_not_null_or(""),

@@ -86,6 +86,8 @@ class GPT(nn.Module):
     Args:
         block_size: maximum sequence length.
         n_head: number of attention heads; divides `n_embd`.
+        n_kv_head: number of heads of keys and values, each shared by `n_head / n_kv_head` heads of queries
+            (grouped-query attention, arXiv 2305.13245); divides `n_head`. None for as many as `n_head`.
         n_embd: width of the residual stream.
         position: `rope` or `learned`.
         norm: `layernorm` or `rmsnorm`.
@@ -109,6 +111,7 @@ class GPT(nn.Module):
         block_size: int = 128,
         n_layer: int = 4,
         n_head: int = 4,
+        n_kv_head: int | None = None,
         n_embd: int = 128,
         position: str = "rope",
         norm: str = "layernorm",
@@ -128,7 +131,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-        check_heads(n_embd, n_head)
+        check_heads(n_embd, n_head, n_kv_head)
         if not 0 <= dropout < 1:
             raise ConfigError(f"model.dropout={dropout} is outside [0, 1): use 0 for none")
         if not norm_eps > 0:
@@ -150,7 +153,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 attention_norm=make_norm(),
-                attention=Attention(n_embd, n_head, bias, dropout, qknorm, softcap, qkclip, softmax, attention_gate),
+                attention=Attention(
+                    n_embd, n_head, bias, dropout, qknorm, softcap, qkclip, softmax, attention_gate, n_kv_head
+                ),
                 mlp_norm=make_norm(),
                 mlp=make_mlp(n_embd, bias, **limits),
                 dropout=dropout,
@@ -231,12 +236,18 @@ def check_sizes(**sizes: int) -> None:
             raise ConfigError(f"model.{name}={size} is below 1; fix: model.{name}=1 or more")
 
 
-def check_heads(n_embd: int, n_head: int) -> None:
-    """Raises ConfigError if `n_embd` is not a multiple of `n_head`."""
+def check_heads(n_embd: int, n_head: int, n_kv_head: int | None) -> None:
+    """Raises ConfigError if `n_embd` is not a multiple of `n_head`, or `n_head` not one of `n_kv_head`."""
     if n_embd % n_head:
         raise ConfigError(
             f"model.n_embd={n_embd} is not a multiple of model.n_head={n_head}: "
             f"choose n_embd={-(-n_embd // n_head) * n_head} or another number of heads"
+        )
+    if n_kv_head is not None and (n_kv_head < 1 or n_head % n_kv_head):
+        divisors = ", ".join(str(number) for number in range(1, n_head + 1) if n_head % number == 0)
+        raise ConfigError(
+            f"model.n_kv_head={n_kv_head} does not divide model.n_head={n_head}: every head of keys and values serves "
+            f"as many heads of queries; fix: model.n_kv_head=null, or one of {divisors}"
         )
 
 

@@ -169,6 +169,14 @@ class KVCache:
         return k, v
 
 
+def repeated(shared: Float[Tensor, "batch kv_head time dim"], n_head: int) -> Float[Tensor, "batch {n_head} time dim"]:
+    """Returns keys or values of `n_head` heads: each of the fewer heads for every query of its group."""
+    # Not by PyTorch's `enable_gqa`, which is experimental: version and card decide which kernels have it, and the one
+    # that always has stores all scores. This way, softcap, sink and monitors find a head of keys for each of queries.
+    groups = n_head // shared.shape[1]
+    return shared if groups == 1 else shared.repeat_interleave(groups, dim=1)
+
+
 class DotProduct(nn.Module):
     """Softmax attention; a module of its own so that monitors can hook it and a config can keep it in fp32."""
 
@@ -196,7 +204,11 @@ class DotProduct(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention.
+
+    With fewer heads of keys and values than of queries (`n_kv_head`), each of them serves a group of
+    `n_head / n_kv_head` neighbouring queries: grouped-query attention, arXiv 2305.13245.
+    """
 
     def __init__(
         self,
@@ -209,13 +221,16 @@ class Attention(nn.Module):
         qkclip: NoQKClip,
         softmax: PlainSoftmax,
         attention_gate: NoAttentionGate,
+        n_kv_head: int | None = None,
     ) -> None:
         super().__init__()
         self.n_head = n_head
+        self.n_kv_head = n_head if n_kv_head is None else n_kv_head
+        shared = n_embd // n_head * self.n_kv_head
         # Not fused, so that the norms of weights and gradients are known for each: logits grow through q and k.
         self.query = nn.Linear(n_embd, n_embd, bias=bias)
-        self.key = nn.Linear(n_embd, n_embd, bias=bias)
-        self.value = nn.Linear(n_embd, n_embd, bias=bias)
+        self.key = nn.Linear(n_embd, shared, bias=bias)
+        self.value = nn.Linear(n_embd, shared, bias=bias)
         self.query_norm = qknorm(n_embd // n_head)
         self.key_norm = qknorm(n_embd // n_head)
         self.meter = qkclip.meter(n_head)
@@ -225,21 +240,24 @@ class Attention(nn.Module):
 
     def heads(self) -> dict[Tensor, int]:
         """Returns the matrices whose rows are those of one head after another, with their number of heads."""
-        return dict.fromkeys((self.query.weight, self.key.weight, self.value.weight), self.n_head)
+        shared = dict.fromkeys((self.key.weight, self.value.weight), self.n_kv_head)
+        return {self.query.weight: self.n_head} | shared
 
     def forward(
         self, x: Float[Tensor, "batch time width"], position: Rotary | LearnedPosition, cache: KVCache | None
     ) -> Float[Tensor, "batch time width"]:
         """Attends to the tokens in `cache` and in `x`; appends those of `x` to `cache`."""
         start = 0 if cache is None else cache.length
-        q, k, v = [projection(x).unflatten(-1, (self.n_head, -1)) for projection in (self.query, self.key, self.value)]
+        q = self.query(x).unflatten(-1, (self.n_head, -1))
+        k, v = [projection(x).unflatten(-1, (self.n_kv_head, -1)) for projection in (self.key, self.value)]
         # Rotated as the projections wrote them, `[batch, time, head, dim]`; attention takes `[batch, head, time, dim]`.
         q = position.rotate(self.query_norm(q), start)
         k = position.rotate(self.key_norm(k), start)
         q, k, v = [each.transpose(1, 2) for each in (q, k, v)]
         self.meter(q, k)
         if cache is not None:
-            k, v = cache.extend(k, v)
+            k, v = cache.extend(k, v)  # not repeated: a small cache is what fewer heads are for
+        k, v = [repeated(each, self.n_head) for each in (k, v)]
         y = self.dot_product(q, k, v).transpose(1, 2)
         if self.gate is not None:
             y = self.gate(y, x)

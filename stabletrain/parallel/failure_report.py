@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import RankLost
+from stabletrain.parallel import collectives
 from stabletrain.parallel.ranks import Ranks, connection_error, timeout
 
 REPORT_WAIT = 2.0
@@ -23,6 +24,9 @@ REPORT_WAIT = 2.0
 
 LOOK_INTERVAL = 1.0
 """Seconds that a rank waits for its device before it looks for lost ranks, and between two such looks."""
+
+TIMEOUT_WAIT = 10.0
+"""Seconds to wait for the records that PyTorch writes on all ranks if a collective of NCCL times out."""
 
 ANY_RANK = "any"
 """Key, in place of a rank, under which any rank publishes its end, so that the others look only once."""
@@ -63,8 +67,8 @@ def wait_or_lose_rank(event: Any, ranks: Ranks, sigterm_arrived: Callable[[], bo
         sigterm_arrived: whether SIGTERM has arrived.
 
     Raises:
-        RankLost: another rank has ended. Or SIGTERM has arrived and this rank is about to be killed: it may have lost
-            one on another machine.
+        RankLost: another rank has ended, or PyTorch says that a collective has timed out. Or SIGTERM has arrived and
+            this rank is about to be killed: it may have lost one on another machine.
     """
     look, kill, processes = time.monotonic() + LOOK_INTERVAL, float("inf"), None
     while not event.query():
@@ -78,7 +82,9 @@ def wait_or_lose_rank(event: Any, ranks: Ranks, sigterm_arrived: Callable[[], bo
             processes = processes_here(ranks)
         lost = get(ranks, "ended", ANY_RANK) or not all(map(is_alive, processes)) or now >= kill
         if lost and not event.query():
-            raise RankLost(describe_lost_rank(ranks))
+            raise lost_rank(ranks)
+        if collectives.has_timed_out(ranks):  # PyTorch has written a record, and ends this process within a minute
+            raise lost_rank(ranks, waited_in_vain(ranks), TIMEOUT_WAIT)
 
 
 def processes_here(ranks: Ranks) -> list[str]:
@@ -102,14 +108,41 @@ def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks: report first
     if isinstance(error, RankLost):
         return error
-    lost, waited = describe_lost_rank(ranks), ""
-    if "timed out" in connection_error(error).lower():
-        put(ranks, "last", f"it waited {timeout().total_seconds():g} s for another rank")
-        waited = (
-            f"; this rank has waited for {timeout().total_seconds():g} s: if the ranks need longer, raise "
-            "parallel.timeout, or parallel.start_timeout if the first step is not done yet"
-        )
-    return RankLost(lost + waited)
+    timed_out = "timed out" in connection_error(error).lower()
+    return lost_rank(ranks, waited_in_vain(ranks) if timed_out else "")
+
+
+def waited_in_vain(ranks: Ranks) -> str:
+    """Publishes that this rank has waited for as long as it may; returns what it says of it."""
+    seconds = f"{timeout().total_seconds():g} s"
+    put(ranks, "last", f"it waited {seconds} for another rank")
+    return (
+        f"; this rank has waited for {seconds}: if the ranks need longer, raise parallel.timeout, or "
+        "parallel.start_timeout if the first step is not done yet"
+    )
+
+
+def lost_rank(ranks: Ranks, waited: str = "", patience: float = REPORT_WAIT) -> RankLost:
+    """Returns the error that says which rank was lost and, if this is recorded, in which collective ranks wait.
+
+    Args:
+        ranks: this process among those of the run.
+        waited: what to say of the time that this rank has waited.
+        patience: seconds to wait for the records of the other ranks.
+    """
+    collectives.write(ranks)  # first, so that the others find it
+    text = describe_lost_rank(ranks) + waited
+    # Rank 0 writes it into the run's record. If it cannot, the first other rank prints it.
+    if ranks.is_main or is_first(ranks, "explained"):
+        text = "; ".join(filter(None, [text, collectives.explanation(ranks, patience)]))
+    return RankLost(text)
+
+
+def is_first(ranks: Ranks, what: str) -> bool | None:
+    """Whether this rank is the first that asks for `what`; None if the store is gone."""
+    with suppress(Exception):  # the store counts the ranks that have asked
+        return store().add(f"stabletrain/{ranks.restarts}/{what}", 1) == 1
+    return None
 
 
 def says_how_to_continue(ranks: Ranks) -> bool:
@@ -119,9 +152,9 @@ def says_how_to_continue(ranks: Ranks) -> bool:
     """
     if not ranks.is_main and get(ranks, "last", 0):
         return False  # rank 0 says why it ends
-    with suppress(Exception):  # the store counts the ranks that have asked
-        return store().add(f"stabletrain/{ranks.restarts}/continue", 1) == 1
-    return ranks.local_rank == 0  # the store is gone, with the machine that ran it: once on each other machine
+    first = is_first(ranks, "continue")
+    # If the store is gone, with the machine that ran it, then once on each other machine.
+    return ranks.local_rank == 0 if first is None else first
 
 
 def describe_lost_rank(ranks: Ranks) -> str:

@@ -14,7 +14,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.parallel.distributed import Distributed
+from stabletrain.parallel.gathered import gather_in
 from stabletrain.parallel.ranks import Ranks, Timeouts
+from stabletrain.parallel.single import NO_CASTS
 from stabletrain.parallel.whole import GatheredState, WholeState
 from stabletrain.records import GradNorms, RankPart
 
@@ -38,7 +40,7 @@ class FSDP(Distributed):
         """Disables the fused kernel of SGD, which PyTorch does not support for sharded tensors."""
         return {"fused": False} if choice == "sgd" else {}
 
-    def shard(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module, casts: Mapping[str, torch.dtype] = NO_CASTS) -> None:
         """Shards the weights of every block (members of module lists), then the rest."""
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # channels_last kernels cannot be sharded by rows
@@ -46,7 +48,12 @@ class FSDP(Distributed):
         mesh = init_device_mesh(device, (self.ranks.world_size,))
         for block in blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+        # The backward pass begins with the rest, so it stays whole until then.
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        model.register_forward_hook(give_up_whole_weights)
+        for name, parameter in model.named_parameters():
+            if name in casts:
+                gather_in(parameter, casts[name])
 
     def with_whole(self, forward: Callable[..., Any], model: nn.Module, part: nn.Module | None) -> Callable[..., Any]:
         """Returns a forward pass after which the weights of the unit that holds `part` are gathered.
@@ -95,6 +102,14 @@ class FSDP(Distributed):
         """Returns the norms from the sums of the squares over the ranks."""
         each = rows.sum(dim=0).sqrt()
         return GradNorms(total=torch.linalg.vector_norm(each), each=each)
+
+
+def give_up_whole_weights(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Shards again what a forward pass without a backward pass has left whole, such as that of an evaluation."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -105,6 +105,23 @@ def join_process_group(ranks: Ranks) -> None:
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=TIMEOUT)
 
 
+def bind_to_card(device: Any) -> None:
+    """Connects the ranks' cards with NCCL, each rank's to `device`. Does nothing for a CPU, or for ranks not joined.
+
+    This is what `device_id` of `init_process_group` does. The ranks join before the configuration is read, so their
+    devices are known only later. Without it NCCL guesses a rank's card where no tensor says it, as in a barrier.
+    """
+    import torch.distributed as dist
+
+    if device.type != "cuda" or not dist.is_initialized():
+        return
+    group: Any = dist.group.WORLD
+    backend = group._get_backend(device)
+    group.bound_device_id = backend.bound_device_id = device
+    if backend.supports_splitting:  # of NCCL
+        backend.eager_connect_single_device(device)
+
+
 @contextlib.contextmanager
 def default_variable(name: str, value: str) -> Generator[None]:
     """A context in which an environment variable has a value, unless the user has set it."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
@@ -13,6 +14,9 @@ from stabletrain.parallel.owners import Owners
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import WholeState
 from stabletrain.records import Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks, TrainState
+
+NO_CASTS: Mapping[str, torch.dtype] = {}
+"""Of a precision that casts no weights."""
 
 
 class SingleProcess:
@@ -44,8 +48,13 @@ class SingleProcess:
         """Returns optimizer arguments that override its YAML."""
         return {}
 
-    def shard(self, model: nn.Module) -> None:
-        """Shards the weights across ranks. Call this before creating the optimizer."""
+    def shard(self, model: nn.Module, casts: Mapping[str, torch.dtype] = NO_CASTS) -> None:
+        """Shards the weights across ranks. Call this before creating the optimizer.
+
+        Args:
+            model: on its device.
+            casts: the dtype of each weight that the precision casts wherever the model uses it, by name.
+        """
 
     def wrap(self, model: nn.Module) -> None:
         """Wraps the model to synchronize gradients. Call this after everything that initializes the weights."""

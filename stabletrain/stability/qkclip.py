@@ -3,8 +3,10 @@
     W_q, W_k <- sqrt(gamma) W_q, sqrt(gamma) W_k       gamma = min(1, max_logit / S_max),  per head
 
 S_max is the head's largest attention logit q·k / sqrt(d) in the forward passes of the step, on all ranks. The scaling
-reduces the logits by gamma, so the next step's start from the bound; attention itself is unchanged. Source: Kimi K2,
-arXiv 2507.20534, section 2.1 (there with Muon; works with any optimizer).
+reduces the logits by gamma, so the next step's start from the bound; attention itself is unchanged. Keys that several
+heads share (`model.n_kv_head`) stay as they are, and W_q takes gamma, as Kimi K2 does where heads share a part of their
+keys: so a head within the bound is not touched for another's sake. Source: Kimi K2, arXiv 2507.20534, section 2.1
+(there with Muon; works with any optimizer).
 
 A kind of QK-clip creates a meter for each attention, and is called with the model after the update.
 """
@@ -45,8 +47,8 @@ class LogitMeter(nn.Module):
         self.register_buffer("max_logit", torch.zeros(n_head), persistent=False)
 
     @torch.no_grad()
-    def forward(self, q: Float[Tensor, "batch head time dim"], k: Float[Tensor, "batch head time dim"]) -> None:
-        """Updates the maxima with this micro-batch's logits."""
+    def forward(self, q: Float[Tensor, "batch head time dim"], k: Float[Tensor, "batch kv_head time dim"]) -> None:
+        """Updates the maxima with this micro-batch's logits; `kv_head` divides `head`."""
         if not self.training:
             return
         seen, found = self.get_buffer("max_logit"), []
@@ -54,6 +56,8 @@ class LogitMeter(nn.Module):
         rows = max(QUERY_BLOCK, LOGITS_AT_ONCE // max(batch * head * time, 1) // QUERY_BLOCK * QUERY_BLOCK)
         with torch.autocast(q.device.type, enabled=False):
             keys = k.float().transpose(-2, -1)
+            if k.shape[1] < head:
+                keys = keys.repeat_interleave(head // k.shape[1], dim=1)
             for start in range(0, time, rows):
                 some = q[:, :, start : start + rows].float() * dim**-0.5
                 end = start + some.shape[2]
@@ -104,6 +108,8 @@ class QKClip(NoQKClip):
     def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:
         """Scales `query` and `key` of every attention that has a meter, if `gate` is open; resets the meters.
 
+        With shared keys, `query` alone is scaled, by the whole factor.
+
         A head within the bound, or with non-finite logits, stays bitwise unchanged: it is multiplied by exactly 1.
         """
         for attention in model.modules():
@@ -111,11 +117,12 @@ class QKClip(NoQKClip):
                 continue
             seen = meter.get_buffer("max_logit")
             past = gate & torch.isfinite(seen) & (seen > self.max_logit)
+            factor = torch.where(past, self.max_logit / seen, 1.0)
             # Queries and keys each take the root, so that their product takes the whole factor.
-            root = torch.where(past, self.max_logit / seen, 1.0).sqrt()
+            names, factor = (("query",), factor) if shares_keys(attention) else (("query", "key"), factor.sqrt())
             # weight [width, n_embd] and bias [width]: head by head
-            scaled = [p for name in ("query", "key") for p in attention.get_submodule(name).parameters()]
-            factors = {rows: root.repeat_interleave(rows // len(root)) for rows in {len(p) for p in scaled}}
+            scaled = [p for name in names for p in attention.get_submodule(name).parameters()]
+            factors = {rows: factor.repeat_interleave(rows // len(factor)) for rows in {len(p) for p in scaled}}
             for parameter in scaled:
                 scale_rows_(parameter, factors[len(parameter)])
             seen.zero_()
@@ -125,3 +132,8 @@ def scale_rows_(parameter: Any, factors: Float[Tensor, " rows"]) -> None:
     """Multiplies each row by its factor; of a sharded parameter, the rows that this rank has."""
     rows = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     rows.mul_(factors[own_rows(parameter)].view(-1, *[1] * (rows.ndim - 1)))
+
+
+def shares_keys(attention: Any) -> bool:
+    """Returns whether several heads of an attention share a head of keys; one of a plug-in may not say so."""
+    return getattr(attention, "n_kv_head", None) not in (None, getattr(attention, "n_head", None))

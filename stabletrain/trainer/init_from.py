@@ -46,6 +46,7 @@ PARTS = ("qknorm", "softcap", "softmax", "attention_gate", "norm_placement")
 
 ADDED: dict[str, Any] = {
     "swiglu_limit": None,
+    "n_kv_head": None,
     **{
         key: {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
         for key, kind in (("softmax", PlainSoftmax), ("attention_gate", NoAttentionGate), ("norm_placement", PreNorm))

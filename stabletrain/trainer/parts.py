@@ -30,6 +30,7 @@ from stabletrain.machine import compiling, hardware
 from stabletrain.machine.compiling import try_compiled
 from stabletrain.machine.memory import free_host_memory
 from stabletrain.monitors.rolling import RollingStats
+from stabletrain.parallel import collectives
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
 from stabletrain.parallel.ranks import run_on_main
 from stabletrain.printable import say
@@ -93,6 +94,9 @@ class RunParts:
         sizes = (ranks.world_size, ranks.local_world_size)
         self.meter = extension().meter(process.device, *sizes) if ranks.is_main else NoMeter()
         self.run_folder = self._claim_folder()
+        # If the ranks ever wait in vain, this shows for which one.
+        collectives.record_to(folder, ranks, cards=process.device.type == "cuda")
+        collectives.name_collectives(state.model)
         self.tracker = self._open_tracker(shown)
         self.page = extension().page(folder) if options.report and ranks.is_main else NoPage()
         self.data = self._training_data()

@@ -23,7 +23,7 @@ from stabletrain.guard.policy import NoGuard
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, peak_flops, reset_peak
-from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group, run_on_main
+from stabletrain.parallel.ranks import Ranks, bind_to_card, current_ranks, join_process_group, run_on_main
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.printable import say
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
@@ -124,6 +124,7 @@ def start_process(options: Options, folder: Path) -> Process:
     # Before `choose_device`, which starts CUDA: cuBLAS reads its workspace only then.
     switches = options.determinism.prepare()
     device = hardware.choose_device(options.device, ranks.local_rank, ranks.local_world_size)
+    bind_to_card(device)
     # `precision=auto` of a resumed run stays what it was, on whichever card the run continues.
     kept = ""
     if options.resume != "none":
@@ -193,7 +194,7 @@ def build_model(
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
     options.activation_checkpointing.attach(model)
-    parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters
+    parallel.shard(model, precision.casts(model))  # before the optimizer is built: it must hold the sharded parameters
     overrides = {**parallel.optimizer_overrides(options.optimizer.option)}
     if getattr(options.clipping, "clips_updates", False):
         overrides["shows_update"] = True  # the configuration was checked: it is one of this package's optimizers

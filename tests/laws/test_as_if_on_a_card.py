@@ -173,7 +173,8 @@ def test_every_option_is_tried_in_fp16():
 KEYS = {
     "gpt": [
         "grad_accum_steps=2 loss_chunk=8 zloss=palm guard.checksum_every=1",
-        "loss_chunk=8 precision=fp16 model.mlp=swiglu model.swiglu_limit=7 model.norm=rmsnorm model.bias=true zloss=mu",
+        "loss_chunk=8 precision=fp16 model.mlp=swiglu model.swiglu_limit=7 model.norm=rmsnorm model.bias=true zloss=mu "
+        "model.n_kv_head=1",
         "loss_chunk=8 precision=bf16_params model.vocab_size=300",
         "loss_chunk=none model.vocab_size=300 label_smoothing=0.1 model.tied_head=false model.position=learned "
         "model.dropout=0.1",

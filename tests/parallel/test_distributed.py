@@ -30,7 +30,7 @@ BOTH = {
     "resnet": [*RESNET],
     "numbers": NUMBERS,
     "numbers_accumulated": [*NUMBERS, "grad_accum_steps=2"],
-    "sandwich": [*GPT, "norm_placement=sandwich", "model.mlp=swiglu", "model.swiglu_limit=0.01"],
+    "sandwich": [*GPT, "norm_placement=sandwich", "model.mlp=swiglu", "model.swiglu_limit=0.01", "model.n_kv_head=1"],
     "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
     "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
     "kimi": [*GPT, "optimizer=muon", "optimizer.per_head=true", "qkclip=kimi", "qkclip.max_logit=1e-3"],
@@ -64,7 +64,7 @@ WHOLE = {
     "spam": [*GPT, "optimizer=spam", "optimizer.reset_interval=3", "optimizer.warmup_steps=2"],
     "stable_adamw": [*GPT, "optimizer=stable_adamw"],
     "monitors": [*GPT, "monitors=full", "monitors.every=2"],
-    "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2"],
+    "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2", "monitors=default", "monitors.every=2"],
     "mu": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"],
     "centered": [
         *GPT,
@@ -83,6 +83,7 @@ ON_SHARDS = ("cautious_muon", "agc", "update_norm", "stable_adamw", "mu", "chunk
 NARROW = {
     "bf16": [*GPT, "precision=bf16"],
     "bf16_params": [*GPT, "precision=bf16_params"],
+    "bf16_chunks": [*GPT, "precision=bf16", "loss_chunk=7", "activation_checkpointing=selective", "monitors=default"],
     "fp8": [*GPT, "precision=fp8"],
     "fp8_rowwise": [*GPT, "precision=fp8", "precision.recipe=rowwise", "grad_accum_steps=2"],
     "fp16": [*GPT, "precision=fp16", "precision.init_scale=1024"],
@@ -93,7 +94,15 @@ CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.gr
 
 WITH_ONE = {
     *("fsdp/norm", "fsdp/sandwich", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
-    *("ddp/bf16", "fsdp/bf16_params", "fsdp/fp8", "ddp/fp8_rowwise", "fsdp/blocks", "ddp/selective"),
+    *(
+        "fsdp/bf16",
+        "fsdp/bf16_chunks",
+        "fsdp/bf16_params",
+        "fsdp/fp8",
+        "ddp/fp8_rowwise",
+        "fsdp/blocks",
+        "ddp/selective",
+    ),
 }
 """Options that are tried with ddp or with fsdp: nothing in them depends on it."""
 
@@ -137,6 +146,9 @@ CASES |= {
     for kind in ("ddp", "fsdp")
 }
 FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("ddp", "fsdp")}
+FEW_ROWS = [*GPT, "precision=bf16", "model.n_embd=3", "model.n_head=1", "model.position=learned", "loss_chunk=7"]
+"""Most tensors have 3 rows, so that the last of four ranks holds nothing of them."""
+FOUR["fsdp/few_rows"] = {"overrides": [*FEW_ROWS, "parallel=fsdp"]}
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +249,14 @@ def test_narrow_precisions_agree_within_their_rounding(two, one, name):
 def test_four_ranks_compute_what_one_does(four, one, kind):
     for seen in four:
         agree(seen[f"{kind}/gpt"], one(*GPT))
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_nothing_of_a_tensor_gather_it_in_bf16(four, one):
+    alone = one(*FEW_ROWS)
+    for seen in four:
+        assert seen["fsdp/few_rows"]["error"] is None, seen["fsdp/few_rows"]["message"]
+        assert numbers(seen["fsdp/few_rows"], "loss") == pytest.approx(numbers(alone, "loss"), rel=5e-3)
 
 
 @pytest.mark.slow(unless=lambda name: name in ESSENTIAL)

@@ -1,8 +1,8 @@
 """Export of a GPT as transformers' GPT2LMHeadModel, where the architecture is GPT-2's.
 
-Learned positions, LayerNorm before each branch, a GELU MLP, and no QK-norm, softcap, sink or attention gate are needed.
-A GPT without biases gets biases of zero, and a head of its own is kept as one (`tie_word_embeddings` is false): neither
-changes a logit.
+Learned positions, LayerNorm before each branch, a GELU MLP, as many heads of keys as of queries, and no QK-norm,
+softcap, sink or attention gate are needed. A GPT without biases gets biases of zero, and a head of its own is kept as
+one (`tie_word_embeddings` is false): neither changes a logit.
 """
 
 import json
@@ -44,6 +44,8 @@ class Transformers(Format):
             if parts[key] not in needed
         ]
         block = block_of(model)
+        if block.attention.n_kv_head < block.attention.n_head:
+            wrong.append(f"model.n_kv_head={block.attention.n_kv_head} (GPT-2: null)")
         others = {
             "qknorm": (block.attention.query_norm, "Identity", "none"),
             "softcap": (model.softcap, "NoSoftcap", "none"),

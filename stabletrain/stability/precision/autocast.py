@@ -126,6 +126,29 @@ def unmatched(model: nn.Module, pattern: str, names: list[str]) -> str:
     return f"'{pattern}' names no module of {type(model).__name__}: {hint}its modules are {', '.join(general)}"
 
 
+CASTING = ("bf16", "fp16")
+"""Modes whose autocast casts weights that are stored in fp32."""
+
+
+def cast_by_autocast(model: nn.Module) -> list[str]:
+    """Returns the names of the weights that autocast casts wherever the model uses them.
+
+    These are weights of linear layers and convolutions. Not those in fp32 modules, those that other modules share (a
+    tied head), and those of subclasses, which may use them in other ways; unless these have `only_multiplies`.
+    """
+    wide, kinds = in_fp32_modules(model), (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+    def multiplies(module: nn.Module) -> bool:
+        return type(module) in kinds or (isinstance(module, kinds) and hasattr(module, "only_multiplies"))
+
+    uses: dict[int, list[bool]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            weight = name == "weight" and multiplies(module) and id(module) not in wide
+            uses.setdefault(id(parameter), []).append(weight)
+    return [name for name, each in model.named_parameters() if all(uses[id(each)]) and each.dtype == torch.float32]
+
+
 def check_patterns(patterns: Sequence[object], key: str = "fp32_modules") -> None:
     """Raises ConfigError unless every pattern is a non-empty string."""
     for pattern in patterns:
@@ -175,6 +198,10 @@ class Unscaled(FullPrecision):
         if self.dtype == torch.float32:
             return []
         return wrap_fp32_modules(model, self.fp32_modules, self.device.type)
+
+    def casts(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """Returns the dtype of each weight that autocast casts wherever the model uses it, by name."""
+        return dict.fromkeys(cast_by_autocast(model), self.dtype) if self.name in CASTING else {}
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Returns the autocast context; it does nothing if the mode has none."""

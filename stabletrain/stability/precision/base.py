@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,6 +32,13 @@ class FullPrecision:
         Called after the model is on its device and before it is compiled.
         """
         return []
+
+    def casts(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """Returns the dtype of each weight that is cast wherever the model uses it, by name: none.
+
+        Called after `wrap_fp32_modules` and before the model is sharded, which gathers such weights in that dtype.
+        """
+        return {}
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Sets up the storage of the parameters. Does nothing: they stay as they are.

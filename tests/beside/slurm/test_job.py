@@ -18,11 +18,26 @@ LIMIT = 200
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
 
 
-def job(place, body, requeues=3, notice=30, processes=1, srun=(), avoided="(null)", refuses=1, **environment):
+def job(
+    place,
+    body,
+    requeues=3,
+    notice=30,
+    processes=1,
+    srun=(),
+    avoided="(null)",
+    refuses=1,
+    node=("IDLE", "None"),
+    **environment,
+):
     """Starts a job whose rank is `body`; its requests to Slurm go to the file `asked`, its output to `said`."""
     stand_in(place, "srun", f'while [[ $1 == -* ]]; do echo "$1" >> {place}/srun_got; shift; done; exec "$@"')
     stand_in(place, "rank", body)
-    stand_in(place, "scontrol", SCONTROL.format(asked=place / "asked", avoided=avoided, refuses=refuses))
+    stand_in(
+        place,
+        "scontrol",
+        SCONTROL.format(asked=place / "asked", avoided=avoided, refuses=refuses, state=node[0], boot=node[1]),
+    )
     if not (place / "sleep").exists():  # job.sh looks once a second whether its ranks have ended
         stand_in(place, "sleep", '[[ $1 == 1 ]] && set -- 0.02; exec /bin/sleep "$@"')
     stand_in(place, "scancel", f'echo scancel "$@" >> {place}/asked; exit 1')
@@ -42,8 +57,8 @@ SCONTROL = """\
 case "$1 $2" in
   "show hostnames") printf 'n1\\nn2\\n' ;;
   "show node")
-    echo "NodeName=n2 Arch=x86_64 NodeAddr=10.1.0.2 NodeHostName=n2"
-    echo "NodeName=n1 Arch=x86_64 NodeAddr=10.1.0.1 NodeHostName=n1" ;;
+    echo "NodeName=n2 Arch=x86_64 NodeAddr=10.1.0.2 NodeHostName=n2 State={state} ThreadsPerCore=1 BootTime={boot} X=1"
+    echo "NodeName=n1 Arch=x86_64 NodeAddr=10.1.0.1 NodeHostName=n1 State=IDLE X=1 BootTime=2026-01-01T00:00:00 X=1" ;;
   "show job") echo "JobId=9 ReqNodeList=(null) ExcNodeList={avoided} NodeList=n1" ;;
   *) echo scontrol "$@" >> {asked}; exit {refuses} ;;
 esac
@@ -122,6 +137,54 @@ def test_a_node_whose_card_cannot_do_what_the_run_needs_is_avoided(tmp_path, avo
     said = (tmp_path / "said").read_text().splitlines()[-1]
     assert f"the card of n1 cannot do what the run needs, as the message above says; it avoids {wanted} from" in said
     assert not (tmp_path / "run" / "slurm.unsuited").exists()
+
+
+KILLED = "mkdir run/checkpoints/step-$RANDOM$SECONDS$$; kill -9 $$"
+AVOIDS = "the job avoids {} from now on (scontrol update JobId=9 ExcNodeList= allows them again); queued again"
+
+
+def test_a_node_on_which_a_rank_was_killed_twice_is_avoided(tmp_path):
+    stand_in(tmp_path, "sleep", "exit 0")  # does not wait until Slurm ends the script
+    for node, wanted in (("n1", 1), ("n2", 2), ("n2", 4)):
+        run = job(tmp_path, KILLED, avoided="n7", refuses=0, SLURMD_NODENAME=node)
+        assert run.wait(LIMIT) == 75
+        assert len((tmp_path / "asked").read_text().splitlines()) == wanted
+    assert asked(tmp_path)[-1] == "scontrol update JobId=9 ExcNodeList=n7,n2"
+    said = (tmp_path / "said").read_text().splitlines()[-1]
+    assert f"n2 has failed this job twice: {AVOIDS.format('n7,n2')}" in said
+    recorded = (tmp_path / "run" / "slurm.failed_nodes").read_text().splitlines()
+    why = "a rank was killed or crashed there (code 137)"
+    assert recorded == [f"9 n1 {why}", f"9 n2 {why}", f"9 n2 {why}"]
+    assert not {file.name for file in (tmp_path / "run").iterdir()} & {"slurm.killed", "slurm.running"}
+
+
+@pytest.mark.slow
+def test_ranks_killed_on_two_nodes_are_the_fault_of_neither(tmp_path):
+    assert job(tmp_path, f'echo "n2 137" >> "$STABLETRAIN_KILLED_ON"; {KILLED}').wait(LIMIT) == 75
+    assert not (tmp_path / "run" / "slurm.failed_nodes").exists()
+
+
+LOST = {
+    "down": (("DOWN*+NOT_RESPONDING", "None"), "9", True),
+    "started since": (("IDLE", "2026-05-01T10:00:00"), "9", True),
+    "well": (("ALLOCATED", "2026-02-01T10:00:00"), "9", False),
+    "of another job": (("DOWN", "None"), "8", False),
+}
+
+
+@pytest.mark.slow(unless=lambda case: case in ("started since", "well"))
+@pytest.mark.parametrize("case", LOST)
+def test_a_node_that_was_lost_twice_is_avoided_before_anything_starts(tmp_path, case):
+    node, of, lost = LOST[case]
+    stand_in(tmp_path, "sleep", "exit 0")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "slurm.failed_nodes").write_text("9 n2 it was lost during an earlier start\n8 n1 other\n")
+    (tmp_path / "run" / "slurm.running").write_text(f"{of} 2026-04-01T10:00:00 n[1-2]\n")
+    run = job(tmp_path, "touch run/trained", refuses=0, node=node, SLURM_RESTART_COUNT="1")
+    assert run.wait(LIMIT) == (75 if lost else 0)
+    assert asked(tmp_path) == (["scontrol requeue 9", "scontrol update JobId=9 ExcNodeList=n2"] if lost else [])
+    assert (tmp_path / "run" / "trained").exists() != lost
+    assert ("not started; n2 has failed this job twice: " in (tmp_path / "said").read_text()) == lost
 
 
 def test_the_fourth_node_in_a_row_whose_card_cannot_do_it_ends_the_job(tmp_path):
@@ -259,7 +322,7 @@ def test_torchrun_waits_for_a_save_as_long_as_the_notice_allows(tmp_path, notice
 
 @pytest.mark.parametrize(("written", "kept"), [("", False), ("0", True)], ids=["none", "some"])
 def test_traces_of_nccl_go_to_the_run_folder_which_keeps_no_empty_folder(tmp_path, written, kept):
-    prefix = tmp_path / "run" / "nccl" / "start-3-rank-"
+    prefix = tmp_path / "run" / "collectives" / "start-3-rank-"
     write = f'echo trace > "${{{TRACES[0]}}}{written}"; ' if written else ""
     assert given(tmp_path, f"{write}echo ${TRACES[0]}", **TWO_NODES, SLURM_RESTART_COUNT="2") == [str(prefix)]
     assert Path(f"{prefix}0").exists() == prefix.parent.exists() == kept
@@ -270,4 +333,4 @@ def test_traces_of_nccl_go_to_the_run_folder_which_keeps_no_empty_folder(tmp_pat
 def test_traces_of_nccl_go_where_the_user_says(tmp_path, name):
     told = given(tmp_path, "echo " + " ".join(f"${each}" for each in TRACES), **TWO_NODES, **{name: "/mine"})
     assert told == ["/mine"]
-    assert not (tmp_path / "run" / "nccl").exists()
+    assert not (tmp_path / "run" / "collectives").exists()

@@ -86,6 +86,8 @@ def test_a_rank_killed_on_one_node_ends_both_and_the_sharded_run_goes_on_from_it
     # The other rank may take a moment to end, and its number may be another process's by now.
     cluster.wait(lambda: not any(began and began == since(pid) for pid, began in ranks.items()))
     assert "killed (code 137) after step-" in log(run)
+    failed = (run / "slurm.failed_nodes").read_text()
+    assert re.fullmatch(rf"{job} n[12] a rank was killed or crashed there .code 137.\n", failed), "and not avoided yet"
     assert cluster.ended(job) == "COMPLETED"
     assert weights(run) == whole["fsdp"]
 
