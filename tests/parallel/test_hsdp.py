@@ -76,7 +76,7 @@ def events(folder, kind):
 
 
 def copies_are_alike(four, name):
-    """What the ranks saw of a run that ended; those with the same shards had the same bits at the start of each step."""
+    """What the ranks saw of a run that ended; those with the same shards had the same bits in every step."""
     found = [seen[name] for seen in four]
     assert [seen["error"] for seen in found] == [None] * 4, found[0]["message"]
     for one, other in ((found[0], found[2]), (found[1], found[3])):
