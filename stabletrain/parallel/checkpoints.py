@@ -4,8 +4,8 @@ If each rank checked by itself, a disk that is full for one rank only would lead
 ranks must make the same calls in the same order.
 
 With DDP, rank 0 writes the whole state. With FSDP every rank writes its shards, with HSDP those of the first copy, and
-rank 0 turns them into one checkpoint (`checkpoint/sharded.py`). The ranks share the work of verifying a checkpoint. Each
-rank then loads it, or its shards, by itself, so the run folder must be visible to all machines.
+rank 0 turns them into one checkpoint (`checkpoint/sharded.py`). The ranks share the work of verifying a checkpoint.
+Each rank then loads it, or its shards, by itself, so the run folder must be visible to all machines.
 """
 
 from collections.abc import Callable
