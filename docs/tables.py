@@ -22,6 +22,8 @@ WORDS = {
     "option": "<option>",
     "sizes": "<nearest>",
     "sizes_in_one": "<nearest>",
+    "sharing": "<nearest>",
+    "copies": "`<shard>` x `<replicate>`",
     "modality": "<tokens or images>",
     "model.modality": "<the other>",
     "fitting": "an option for that kind of data",

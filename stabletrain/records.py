@@ -306,12 +306,12 @@ class GradNorms:
     Attributes:
         total: 0-d fp32, over all parameters.
         each: fp32 `[parameters with a gradient]`, in the order of `model.parameters()`.
-        sharded: in a user's own loop, for each of `each`, whether it is that of this rank's shard.
+        sharded: in a user's own loop, for each of `each` of a shard, 1 / number of ranks with the same one; else 0.
     """
 
     total: Tensor
     each: Tensor
-    sharded: Sequence[bool] = ()
+    sharded: Sequence[float] = ()
 
 
 ScaleUpdate = Callable[[Callable[[], Tensor], Tensor], Tensor]

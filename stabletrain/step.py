@@ -343,7 +343,7 @@ class CheckedUpdate:
     def judge(self, gate: Tensor) -> Tensor:
         """Judges and measures the update; returns the gate of everything that follows it."""
         gate = self.finite.judge(gate)
-        self.lengths = self._tools.guard.lengths.after(self._before, self._tools.parallel.all_reduce_sum)
+        self.lengths = self._tools.guard.lengths.after(self._before)
         return gate
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from stabletrain.checkpoint.tree import Piece, is_sharded, local_part, to_host
+from stabletrain.checkpoint.tree import Piece, is_of_first_copy, is_sharded, local_part, to_host
 from stabletrain.checkpoint.writer import WriteFile
 
 Shapes = Mapping[str, Sequence[int]]
@@ -35,7 +35,8 @@ class Copies(DefaultSavePlanner):
     """Plans what one rank writes, and copies it to the host at once.
 
     Attributes:
-        copies: host copies by name: this rank's shard of each sharded tensor, and on rank 0 also all other tensors.
+        copies: host copies by name: this rank's shard of each sharded tensor, unless another rank writes the same one,
+            and on rank 0 also all other tensors.
 
     Args:
         tensors: the same names on every rank, on any device; or a `Piece` of each sharded tensor.
@@ -46,9 +47,7 @@ class Copies(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         first = rank == 0
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}
-        mine = {
-            name: tensors[name] for name, part in parts.items() if first or (is_sharded(tensors[name]) and part.numel())
-        }
+        mine = {name: each for name, each in tensors.items() if first or (parts[name].numel() and is_written(each))}
         outlines = {name: value.on("meta") if isinstance(value, Piece) else value for name, value in mine.items()}
         self.set_up_planner(outlines, is_coordinator=first)
         self.create_local_plan()
@@ -73,6 +72,11 @@ class Copies(DefaultSavePlanner):
         plan = writer.prepare_global_plan([self.plan] * count)[rank]
         writer.write_data(self.finish_plan(plan), self).wait()
         return files.entries
+
+
+def is_written(tensor: Any) -> bool:
+    """Returns whether a rank other than 0 writes its part of a tensor: if it is sharded, and no other rank does."""
+    return is_sharded(tensor) and is_of_first_copy(tensor)
 
 
 class FileHandoff(FileSystem):

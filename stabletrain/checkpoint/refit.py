@@ -11,7 +11,7 @@ from itertools import zip_longest
 from torch import Tensor
 
 from stabletrain.checkpoint.capture import capture
-from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
+from stabletrain.checkpoint.tree import Piece, Tree, is_sharded, local_part, map_tensors
 from stabletrain.records import TrainState
 
 SAME_STATE = (frozenset({"AdamW", "GatedAdamW", "CappedAdamW"}),)
@@ -40,11 +40,13 @@ def fresh_optimizer(state: TrainState) -> Tree:
     return map_tensors(kept, capture(state, {})["optimizer"])
 
 
-def kept(tensor: Tensor) -> Tensor:
+def kept(tensor: Tensor) -> Tensor | Piece:
     """Copies a tensor; one that is all 0, such as momentum before the first step, takes no memory."""
-    if is_sharded(tensor) or tensor.any():
+    own = local_part(tensor)
+    if own.any():
         return tensor.detach().clone()
-    return tensor.new_zeros(()).expand(tensor.shape)
+    zeros = own.new_zeros(()).expand(own.shape)
+    return Piece.of(tensor, zeros) if is_sharded(tensor) else zeros
 
 
 def missing(tree: Tree, state: TrainState) -> list[str]:

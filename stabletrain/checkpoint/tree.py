@@ -183,6 +183,12 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def is_of_first_copy(tensor: Any) -> bool:
+    """Returns whether this rank's shard of a sharded tensor is the first of several copies, or the only one."""
+    mesh = tensor.mesh if isinstance(tensor, Piece) else tensor.device_mesh
+    return all(mesh.get_local_rank(i) == 0 for i, each in enumerate(tensor.placements) if each.is_replicate())
+
+
 def local_part(tensor: Any) -> Tensor:
     """Returns this rank's shard of a sharded tensor, or any other tensor, without its autograd history."""
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()

@@ -175,7 +175,8 @@ TYPES = [
     Rule("loss_chunk", fails(lambda value: value in ("auto", "none") or (type(value) is int and value >= 1)),
          "{override} is not auto, none, or a number of tokens of at least 1", "{default}"),
     Rule("eval_batches warmup.steps model.vocab_size model.block_size model.num_classes model.in_channels "
-         "model.n_kv_head faults.rank data.workers guard.checksum_every", is_not_null_or(1),
+         "model.n_kv_head faults.rank data.workers guard.checksum_every parallel.shard parallel.replicate",
+         is_not_null_or(1),
          "{override} is not a whole number", "{corrected}"),
     Rule("model.swiglu_limit", is_not_null_or(1.0), "{override} is not a number", "{corrected}"),
     Rule("data.path faults.module faults.parameter wandb.entity wandb.group wandb.name", is_not_null_or(""),
@@ -193,6 +194,9 @@ RANKS = [
     Rule("batch_size", lambda run, key: run[key] % (run.ranks.world_size * run["grad_accum_steps"]),
          "{override} does not divide among {ranks} ranks x grad_accum_steps={grad_accum_steps}",
          "batch_size={sizes}, or another number of ranks"),
+    Rule("parallel.shard", lambda run, key: has_other_copies(run, key),
+         "{override} parallel.replicate={parallel.replicate}: {copies} is not the number of ranks, {ranks}",
+         "parallel.shard={sharing} parallel.replicate=null, or another number of ranks"),
 ]
 """What several ranks cannot share."""
 
@@ -210,7 +214,7 @@ RULES = [
     Rule(ANY_KEY, has_number(float, lambda number: FP32[1] < abs(number) < math.inf),
          f"{{override}} is beyond {FP32[1]:.3g}, the largest number of fp32", "{default}"),
     Rule("steps batch_size grad_accum_steps eval_every eval_batches log_every parallel.start_timeout "
-         "parallel.timeout", below(1),
+         "parallel.timeout parallel.shard parallel.replicate", below(1),
          "{override} is below 1", "{key}=1 or more"),
     Rule("data.length_warmup", below(0), "{override} is below 0", "{key}=0, which is off, or more"),
     Rule("parallel.start_timeout parallel.timeout", lambda run, key: (run[key] or 0) > MAX_SECONDS,
@@ -231,9 +235,12 @@ RULES = [
     Rule("clipping", lambda run, key: run[key] == "update_norm" and run["optimizer._target_"] not in SHOW_UPDATES,
          "{override} scales an update before it is applied, which {optimizer._target_} does not show",
          "clipping=zclip, or optimizer=adamw"),
-    Rule("monitors.hessian_iterations", lambda run, key: run[key] and run["parallel"] == "fsdp",
+    Rule("monitors.hessian_iterations", lambda run, key: run[key] and run["parallel"] in ("fsdp", "hsdp"),
          "{override} differentiates a gradient, which FSDP does not support",
          "monitors.hessian_iterations=0, or parallel=ddp"),
+    Rule("precision", lambda run, key: run[key] == "bf16_params" and run["parallel"] == "hsdp",
+         "{override} rounds with other random numbers on each rank, so the copies of parallel=hsdp would differ",
+         "precision=bf16, which has the same weights without the noise, or parallel=fsdp"),
     Rule("zloss loss_chunk", lambda run, key: run[key] not in ("none", "auto") and has_other_objective(run),
          "{chosen} does nothing with objective={objective}, which has no logits of a softmax",
          "{key}=none, or objective=cross_entropy"),
@@ -337,6 +344,24 @@ def sizes(size: int, parts: int) -> str:
     return " or ".join(str(multiple) for multiple in found if multiple)
 
 
+def copies(run: Composed) -> tuple[int, int]:
+    """Returns how many ranks share a copy of the weights with `parallel=hsdp`, and the number of copies."""
+    shards = run.ranks.sharing(run["parallel.shard"], run["parallel.replicate"])
+    return shards, run["parallel.replicate"] or run.ranks.world_size // max(shards, 1)
+
+
+def has_other_copies(run: Composed, key: str) -> bool:
+    """Whether the copies of `parallel=hsdp` fit another number of ranks, which is known once they are started."""
+    known = run.ranks.launched or run.ranks.distributed
+    return known and run.has(key) and math.prod(copies(run)) != run.ranks.world_size
+
+
+def sharing(run: Composed, key: str) -> int:
+    """Returns the largest divisor of the number of ranks up to what was asked for."""
+    most = min(max(copies(run)[0], 1), run.ranks.world_size)
+    return next(size for size in range(most, 0, -1) if run.ranks.world_size % size == 0)
+
+
 def fitting(run: Composed, key: str) -> str:
     """Returns the options of a group that fit what the model reads."""
     return {
@@ -361,6 +386,8 @@ PLACEHOLDERS: dict[str, Callable[[Composed, str], Any]] = {
     "default": default_override,
     "ranks": lambda run, key: run.ranks.world_size,
     "sizes": lambda run, key: sizes(run[key], run.ranks.world_size * run["grad_accum_steps"]),
+    "copies": lambda run, key: " x ".join(map(str, copies(run))),
+    "sharing": sharing,
     "sizes_in_one": lambda run, key: sizes(run[key], run["grad_accum_steps"]),
     "reference": lambda run, key: f"{key}: ${{{key}}}",
     "modality": lambda run, key: run[f"{key}.modality"],

@@ -222,7 +222,7 @@ class AttachedGuard(LoopGuard):
         with begun, loop.forecast.measuring(), loop.update(kept):
             yield
         if loop.keep_or_undo(kept):
-            loop.states.lengths = [*lengths.after(before, loop.parallel.all_reduce_sum).values()]
+            loop.states.lengths = [*lengths.after(before).values()]
         else:
             reading = loop.undone(begun, reading)
         self._end(begun, reading)

@@ -10,6 +10,7 @@ from stabletrain.buffers import buffers_of, note_masks
 from stabletrain.guard.gradients import given, gradients, measure, multiply_, summed_gradients
 from stabletrain.guard.policy import SkipGuard
 from stabletrain.in_flight import InFlight
+from stabletrain.parallel.shards import is_sharded, shards_of
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Clipped, GradNorms, LossTerms, Number, Reading, StepChecks
 from stabletrain.stability.clipping.fixed import NormClip
@@ -82,8 +83,9 @@ class Judge:
         self.precision.unscale_(found)
         norms, buffer_norm = measure(summed_gradients(parameters, found), buffers_of(self._model).judged)
         norms = norms if unclipped is None else unclipped(norms)
-        if self._parallel.ranks.distributed:
-            norms = replace(norms, sharded=[hasattr(each, "to_local") for each in given(parameters)])
+        if (world := self._parallel.ranks.world_size) > 1:
+            shards = [shards_of(each) if is_sharded(each) else 0 for each in given(parameters)]
+            norms = replace(norms, sharded=[count / world for count in shards])
         # Judge with the numbers of all ranks, as the trainer does.
         terms = LossTerms(loss.float())
         unproven = float(bool(self._policy.update_check.why(self._optimizer)))

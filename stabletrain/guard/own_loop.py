@@ -219,7 +219,7 @@ class OwnLoop:
             return self.undone(begun, reading)
         self.precision.update(overflow=False, applied=True)
         # How far the update moved the weights: a slow spike shows there first. Read with the next step's numbers.
-        self.states.lengths = [*lengths.after(before, self.parallel.all_reduce_sum).values()]
+        self.states.lengths = [*lengths.after(before).values()]
         return reading if repeat is NO_REPEAT else reading._replace(recheck_update=float(difference))
 
     def _repeat_of_update(self) -> NoRepeat:

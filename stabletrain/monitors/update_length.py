@@ -9,13 +9,14 @@ and is the same in every step, so that the numbers of two steps can be compared.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stabletrain.model_tensors import tensors_of
+from stabletrain.parallel.shards import is_sharded, sum_over_shards
 
 SAMPLED = 2**14
 """Approximate number of sampled elements; a smaller model is measured whole."""
@@ -34,12 +35,11 @@ class NoLengths:
         """Returns what `after` needs of the weights before the optimizer's step: nothing."""
         return None
 
-    def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def after(self, before: Tensor | None) -> dict[str, Tensor]:
         """Returns `update` and `weights`, fp32, 0-d on the device: nothing.
 
         Args:
             before: what `before` returned in this step.
-            sum_over_ranks: adds up the ranks' tensors; only called for sharded parameters.
         """
         return {}
 
@@ -51,7 +51,7 @@ class Lengths(NoLengths):
         self._trained: Sequence[Tensor] | None = None
         self._views: list[Tensor] = []
         self._both = self._earlier = self._now = torch.empty(0)  # room for two copies of the sample
-        self._sharded = False
+        self._sharded: list[Any] = []  # a parameter that is sharded, if there is one: all are sharded alike
 
     def before(self, model: nn.Module) -> Tensor:
         """Returns a copy of the sample, which `after` overwrites.
@@ -63,19 +63,19 @@ class Lengths(NoLengths):
             self._choose(trained)
         return torch.cat(self._views, out=self._earlier)
 
-    def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def after(self, before: Tensor | None) -> dict[str, Tensor]:
         """Returns `update` and `weights`."""
         assert before is self._earlier
         torch.cat(self._views, out=self._now)
         self._earlier.sub_(self._now)
         numbers = torch.linalg.vector_norm(self._both, dim=1).float()
         if self._sharded:
-            numbers = sum_over_ranks(numbers.square()).sqrt()
+            numbers = sum_over_shards(numbers.square()[None], self._sharded)[0].sqrt()
         update, weights = numbers.unbind()
         return {"update": update, "weights": weights}
 
     def _choose(self, trained: Sequence[Tensor]) -> None:
-        self._sharded = any(hasattr(parameter, "to_local") for parameter in trained)
+        self._sharded = [*filter(is_sharded, trained)][:1]
         # An odd stride, because matrices have even widths: the sample must not lie in a few columns.
         stride = (sum(parameter.numel() for parameter in trained) // SAMPLED) | 1
         self._views = [sample(parameter, stride) for parameter in trained]

@@ -7,6 +7,7 @@
 | distributed | what DDP and FSDP share: slices of the batch, one small all-gather per step, one verdict |
 | ddp | every rank has the whole model; gradients are averaged, and replicas compared |
 | fsdp | weights, gradients and moments are sharded across ranks |
+| hsdp | several copies of sharded weights, which are averaged and compared as those of ddp |
 | shards | the parts of sharded tensors, and sums over the ranks that hold them |
 | owners | divides work on whole matrices among the ranks |
 | loop | the ranks of a loop of the user's own, and the wrappers around its model |

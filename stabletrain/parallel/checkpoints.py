@@ -3,9 +3,9 @@
 If each rank checked by itself, a disk that is full for one rank only would lead the ranks to different decisions. All
 ranks must make the same calls in the same order.
 
-With DDP, rank 0 writes the whole state. With FSDP every rank writes its shards, and rank 0 turns them into one
-checkpoint (`checkpoint/sharded.py`). The ranks share the work of verifying a checkpoint. Each rank then loads it, or
-its shards, by itself, so the run folder must be visible to all machines.
+With DDP, rank 0 writes the whole state. With FSDP every rank writes its shards, with HSDP those of the first copy, and
+rank 0 turns them into one checkpoint (`checkpoint/sharded.py`). The ranks share the work of verifying a checkpoint.
+Each rank then loads it, or its shards, by itself, so the run folder must be visible to all machines.
 """
 
 from collections.abc import Callable

@@ -191,6 +191,8 @@ def name_collectives(model: Any) -> None:
     """Remembers the names and sizes of a model's parameters, after it was sharded."""
     from torch.distributed.fsdp import FSDPModule
 
+    from stabletrain.parallel.shards import shards_of
+
     modules = dict(model.named_modules())
     owners = [name for name, module in modules.items() if isinstance(module, FSDPModule)]
     sizes: dict[str, list[int]] = {name: [0, 1] for name in owners}
@@ -204,11 +206,6 @@ def name_collectives(model: Any) -> None:
         rows, *rest = parameter.shape or (1,)
         sizes[owner] = [sizes[owner][0] + -(-rows // shards) * prod(rest), shards]
     _NAMES[0] = Names([Sharded(name, *sizes[name]) for name in owners if sizes[name][0]], whole)
-
-
-def shards_of(parameter: Any) -> int:
-    """Returns over how many ranks a DTensor is split."""
-    return prod(parameter.device_mesh.size(i) for i, each in enumerate(parameter.placements) if each.is_shard())
 
 
 def fits(entry: "Entry", group: Sharded) -> bool:

@@ -26,6 +26,7 @@ from torch.distributed import GradBucket, group
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from stabletrain.checkpoint.tree import local_part
 from stabletrain.errors import ConfigError
 from stabletrain.machine.memory import within_memory
 from stabletrain.parallel.distributed import Distributed
@@ -166,15 +167,23 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of each element size in bytes."""
 
 
-def find_divergence(state: TrainState) -> str:
+def find_divergence(state: TrainState, shards: int = 1) -> str:
     """Returns which ranks have a different state than the others, and in which tensors; empty if all agree.
 
     All ranks must call it, and all get the same answer.
+
+    Args:
+        state: the live state.
+        shards: so many ranks in a row share one copy of it; each is compared with those that have the same shards.
     """
     mine = checksums(state)
     # Every rank compares the same hashes, so all take the same branch, and gather the checksums together or not at all.
     hashes = all_gather_object(hashlib.sha256(repr(mine).encode()).hexdigest())
-    return describe(hashes, all_gather_object(mine)) if len(set(hashes)) > 1 else ""
+    differ = [first for first in range(shards) if len(set(hashes[first::shards])) > 1]
+    if not differ:
+        return ""
+    first, by_rank = differ[0], all_gather_object(mine)
+    return describe(hashes[first::shards], by_rank[first::shards], range(first, len(hashes), shards))
 
 
 @torch.no_grad()
@@ -186,9 +195,8 @@ def checksums(state: TrainState) -> dict[str, int]:
     tensors, device = tensors_of(state), next(state.model.parameters()).device
     if not tensors:
         return {}
-    found = [
-        tensor.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64).to(device) for tensor in tensors.values()
-    ]
+    own = [local_part(tensor) for tensor in tensors.values()]
+    found = [tensor.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64).to(device) for tensor in own]
     return dict(zip(tensors, torch.stack(found).tolist(), strict=True))  # waits for the device once, not per tensor
 
 
@@ -206,12 +214,13 @@ def tensors_of(state: TrainState) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
 
 
-def describe(hashes: Sequence[str], by_rank: Sequence[Mapping[str, int]]) -> str:
+def describe(hashes: Sequence[str], by_rank: Sequence[Mapping[str, int]], ranks: Sequence[int] | None = None) -> str:
     """Returns the message for states that differ.
 
     Args:
         hashes: the hash of each rank's checksums.
-        everyones: the checksums of each rank.
+        by_rank: the checksums of each rank.
+        ranks: the numbers of these ranks, if they are not all.
     """
     common = max(set(hashes), key=lambda each: (hashes.count(each), -hashes.index(each)))
     others = [rank for rank, each in enumerate(hashes) if each != common]
@@ -220,6 +229,8 @@ def describe(hashes: Sequence[str], by_rank: Sequence[Mapping[str, int]]) -> str
     more = f" and {len(names) - 1} more of its tensors" if len(names) > 1 else ""
     where = f"'{names[0]}'{more} {'differ' if more else 'differs'}" if names else "it has other tensors"
     if 2 * hashes.count(common) > len(hashes):
-        who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+        who = (
+            f"rank{'s' if len(others) > 1 else ''} {', '.join(str(ranks[each] if ranks else each) for each in others)}"
+        )
         return f"{who} no longer {'have' if len(others) > 1 else 'has'} the state of the other ranks: {where}"
     return f"the ranks no longer have the same state: {where}, and no majority of them says which is right"

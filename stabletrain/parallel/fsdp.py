@@ -5,11 +5,12 @@ Source: Zhao et al., arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`.
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from stabletrain.checkpoint.tree import Tree
@@ -34,6 +35,7 @@ class FSDP(Distributed):
 
     def __init__(self, ranks: Ranks, reshard_after_forward: bool = True, timeouts: Timeouts | None = None) -> None:
         super().__init__(ranks, timeouts)
+        self.shards = ranks.world_size
         self.reshard_after_forward = reshard_after_forward
 
     def optimizer_overrides(self, choice: str) -> Mapping[str, Any]:
@@ -44,8 +46,7 @@ class FSDP(Distributed):
         """Shards the weights of every block (members of module lists), then the rest."""
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # channels_last kernels cannot be sharded by rows
-        device = next(model.parameters()).device.type
-        mesh = init_device_mesh(device, (self.ranks.world_size,))
+        mesh = self.mesh(next(model.parameters()).device.type)
         for block in blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         # The backward pass begins with the rest, so it stays whole until then.
@@ -54,6 +55,10 @@ class FSDP(Distributed):
         for name, parameter in model.named_parameters():
             if name in casts:
                 gather_in(parameter, casts[name])
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """Returns the ranks that share the weights: all of them. Every rank must call it."""
+        return init_device_mesh(device, (self.ranks.world_size,))
 
     def with_whole(self, forward: Callable[..., Any], model: nn.Module, part: nn.Module | None) -> Callable[..., Any]:
         """Returns a forward pass after which the weights of the unit that holds `part` are gathered.
@@ -88,7 +93,8 @@ class FSDP(Distributed):
         self, model: nn.Module, older: Callable[[], Tree | None], model_factory: Callable[[], nn.Module]
     ) -> WholeState:
         """Returns states whose weights can be gathered on every rank; all ranks must do so together."""
-        return GatheredState(model, older, model_factory, self.ranks)
+        sharing = replace(self.ranks, rank=self.ranks.rank % self.shards, world_size=self.shards)
+        return GatheredState(model, older, model_factory, sharing)
 
     def with_grad_norm(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
         """Adds the norm of this rank's shards. They belong to the sum over all ranks, so no factor applies."""

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from stabletrain.parallel.shards import shards_of
+
 ATEN = torch.ops.aten
 SAME_WEIGHT = {ATEN.detach.default, ATEN.alias.default, ATEN.as_strided.default}
 """Operations that FSDP2 applies to a whole weight to make a parameter of it."""
@@ -77,8 +79,8 @@ def gather_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         dtype: of the whole weight.
     """
     shard = parameter._local_tensor  # ty: ignore[missing-attribute]
-    ranks, rows = parameter.device_mesh.size(), len(parameter)  # ty: ignore[missing-attribute]
-    padded = -(-rows // ranks)
+    rows = len(parameter)
+    padded = -(-rows // shards_of(parameter))
 
     def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, ...], None]:
         narrow = shard.to(dtype)

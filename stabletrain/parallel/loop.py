@@ -1,7 +1,7 @@
 """The ranks of a loop of the user's own, which has set up DDP or FSDP2 itself, and the wrappers around its model.
 
-With DDP the gradients are averaged already. With FSDP2 each rank has its shards, whose squares add up; other parameters
-of the same model may be whole.
+With DDP the gradients are averaged already. With FSDP2 each rank has its shards, whose squares add up, with HSDP those
+of one copy; other parameters of the same model may be whole.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ class LoopRanks(Distributed):
         return rows.mean(dim=0)
 
     def gradient_row(self, norms: GradNorms) -> Tensor:
-        """Returns the squared norm of this rank's shards, and the norm of the whole gradients."""
-        shards = torch.tensor([*norms.sharded] or [False], device=norms.each.device)
-        squares = norms.each.square()
-        whole = norms.total if not any(norms.sharded) else torch.where(shards, 0.0, squares).sum().sqrt()
-        return torch.stack([torch.where(shards, squares, 0.0).sum(), whole])
+        """Returns this rank's share of the squared norm of all shards, and the norm of the whole gradients."""
+        shares = torch.tensor([*norms.sharded] or [0.0], device=norms.each.device)
+        squares, sharded = norms.each.square(), shares > 0
+        whole = norms.total if not any(norms.sharded) else torch.where(sharded, 0.0, squares).sum().sqrt()
+        return torch.stack([torch.where(sharded, shares * squares, 0.0).sum(), whole])
 
     def norms_from_rows(self, norms: GradNorms, rows: Tensor) -> GradNorms:
         """Returns the norm of the whole gradient: the sum over all shards, and the largest norm of what is whole."""

@@ -3,6 +3,7 @@
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
+from stabletrain.parallel.hsdp import HSDP
 from stabletrain.parallel.ranks import Ranks, Timeouts, current_ranks
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import torchrun_target
@@ -24,6 +25,20 @@ def ddp(find_unused_parameters: bool, compare: bool, start_timeout: float, timeo
 def fsdp(reshard_after_forward: bool, start_timeout: float, timeout: float) -> FSDP:
     """Returns FSDP2; needs torchrun."""
     return FSDP(launched_ranks("fsdp"), reshard_after_forward, Timeouts(start_timeout, timeout))
+
+
+def hsdp(
+    shard: int | None,
+    replicate: int | None,
+    reshard_after_forward: bool,
+    compare: bool,
+    start_timeout: float,
+    timeout: float,
+) -> HSDP:
+    """Returns FSDP2 in several copies; needs torchrun. `config/rules.py` checks that the copies make up all ranks."""
+    ranks = launched_ranks("hsdp")
+    shards = ranks.sharing(shard, replicate)
+    return HSDP(ranks, shards, reshard_after_forward, compare, Timeouts(start_timeout, timeout))
 
 
 def launched_ranks(name: str) -> Ranks:

@@ -71,6 +71,15 @@ class Ranks:
         """Whether there are several processes."""
         return self.world_size > 1
 
+    def sharing(self, shard: int | None, replicate: int | None) -> int:
+        """Returns how many ranks share one copy of the weights with `parallel=hsdp`.
+
+        Args:
+            shard: so many; None for as many as `replicate` copies leave, or else for those of one machine.
+            replicate: number of copies; None for as many as there are.
+        """
+        return shard or (self.world_size // replicate if replicate else self.local_world_size)
+
 
 def current_ranks() -> Ranks:
     """Returns this process's ranks, from torchrun's environment variables."""
@@ -250,16 +259,22 @@ def all_gather_tensor(gathered: Any, values: Any, group: Any = None) -> None:
     gather(gathered, values, group=group)
 
 
-_HOST_GROUP: list[Any] = []
+_HOST_GROUPS: dict[int, Any] = {}
 
 
-def host_group() -> Any:
-    """Returns a gloo group over the hosts' network, for Python objects when the default group may be NCCL."""
+def host_group(size: int | None = None) -> Any:
+    """Returns a gloo group over the hosts' network, for Python objects when the default group may be NCCL.
+
+    Args:
+        size: the ranks are cut into groups of so many in a row, and this rank's is returned; None for all ranks. All
+            ranks must ask together the first time.
+    """
     import torch.distributed as dist
 
-    if not _HOST_GROUP:
-        _HOST_GROUP.append(dist.new_group(backend="gloo", timeout=timeout()))
-    return _HOST_GROUP[0]
+    size = size or dist.get_world_size()
+    if size not in _HOST_GROUPS:
+        _HOST_GROUPS[size] = dist.new_subgroups(size, timeout=timeout(), backend="gloo")[0]
+    return _HOST_GROUPS[size]
 
 
 _TIMEOUT = [TIMEOUT]

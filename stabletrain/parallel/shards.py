@@ -9,6 +9,7 @@ All ranks of the mesh must call these sums in the same order, also those that ho
 """
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from torch import Tensor
 def is_sharded(tensor: Any) -> bool:
     """Returns whether a tensor is sharded across ranks."""
     return hasattr(tensor, "to_local")
+
+
+def shards_of(tensor: Any) -> int:
+    """Returns over how many ranks a DTensor is split."""
+    return prod(tensor.device_mesh.size(i) for i, each in enumerate(tensor.placements) if each.is_shard())
 
 
 def local_parts(tensors: Iterable[Any]) -> list[Tensor]:

@@ -24,7 +24,8 @@ class SingleProcess:
 
     Attributes:
         ranks: this process among those of the run.
-        name: `alone`, `ddp` or `fsdp`.
+        name: `alone`, `ddp`, `fsdp` or `hsdp`.
+        shards: number of ranks that share one copy of the weights.
         has_whole_moments: whether every rank has the optimizer's whole moments.
         head_apart: whether the model's head may run outside its forward pass.
         owners: how the ranks divide an optimizer's work on matrices that are whole on each of them.
@@ -32,6 +33,7 @@ class SingleProcess:
 
     ranks: Ranks
     name = "alone"
+    shards = 1
     has_whole_moments = True
     head_apart = True
     owners = Owners()

@@ -76,7 +76,7 @@ class GatheredState(WholeState):
         model: the sharded model.
         older: as in `WholeState`, with a `Piece` for each sharded tensor.
         model_factory: creates an unsharded model, with any weights.
-        ranks: this process among those of the run.
+        ranks: this process among those that share the weights.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Gather:
     Args:
         shards: DTensors or `Piece`s by name, sharded by rows; the same names and shapes on every rank, in one order.
         targets: receive the whole tensors, on any device.
-        ranks: this process among those of the run.
+        ranks: this process among those that share the tensors.
     """
 
     def __init__(self, shards: Mapping[str, Any], targets: Mapping[str, Tensor], ranks: Ranks) -> None:
@@ -191,7 +191,7 @@ class Gather:
                 self._pack(send, shard)
             except Exception as error:
                 raised = raised or error
-            all_gather_tensor(receive, send, host_group())
+            all_gather_tensor(receive, send, host_group(self._count))
             try:
                 self._unpack(receive, shard, self._targets[name])
             except Exception as error:

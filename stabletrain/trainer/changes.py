@@ -215,7 +215,7 @@ class Resumption(NoResumption):
         if parts and self._is_sharded:
             part = min(parts)
             raise ConfigError(
-                f"{part}={self._settings.choices[part]}: a run with parallel=fsdp cannot add or drop parts with "
+                f"{part}={self._settings.choices[part]}: a run with sharded weights cannot add or drop parts with "
                 "weights when it is resumed: resume with parallel=ddp or in one process until the next checkpoint"
             )
         new = self._on_main(lambda: self._new_weights(names, parts, before, tree)) if names else {}

@@ -84,7 +84,7 @@ def check_memory(options: Options, process: Any, data: Any, sizes: Mapping[str, 
     depth = options.model.node[key] if key else 0
     called = f"model={options.choices['model']}"
     deep = f"{called} with model.{key}={depth}" if key else called
-    shards = ranks.world_size if options.choices.get("parallel") == "fsdp" else 1
+    shards = process.parallel.shards
     half = 0.5 if options.choices.get("precision") == "bf16_params" and shards == 1 else 1
     batch = batch_bytes(options.batch_size, process, data)
     averages = weights.trained if options.choices.get("averaging", "none") != "none" else 0  # in fp32

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from stabletrain.buffers import note_masks
-from stabletrain.checkpoint.capture import Stateful, sharded_tensors
+from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.folder import run_of
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.snapshots import choose_memory
@@ -337,7 +337,8 @@ def choose_host_memory(process: Process, state: TrainState, guard: NoGuard, chec
     All ranks must call it.
     """
     ranks = process.ranks
-    writers = ranks.local_world_size if sharded_tensors(state) else int(ranks.rank == ranks.local_rank)
+    first = ranks.rank - ranks.local_rank  # of this machine; the ranks that share the first copy write it
+    writers = max(0, min(ranks.local_world_size, process.parallel.shards - first))
     line = choose_memory(
         state,
         snapshots=guard.states.most_retained,

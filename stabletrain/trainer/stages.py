@@ -351,9 +351,8 @@ def choose_checksums(guard: Any, process: Process, trained: Trained, batch_size:
         return
     weights = sum(p.numel() * p.element_size() for p in trained.state.model.parameters())
     copies = 3 + (trained.state.average is not None)  # weights, two moments, and the average
-    shards = process.ranks.world_size if process.parallel.name == "fsdp" else 1
     flops = trained.sample_flops and trained.sample_flops * batch_size / process.ranks.world_size
-    guard.check_state_every(default_every(copies * weights / shards, flops, process.device.type))
+    guard.check_state_every(default_every(copies * weights / process.parallel.shards, flops, process.device.type))
 
 
 def make_tools(options: Options, process: Process, source: Source, model: nn.Module) -> Tools:

@@ -91,6 +91,42 @@ def test_one_card_for_several_ranks_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("shard", "replicate", "count", "machine", "copies", "fits"),
+    [
+        (3, None, 4, 4, "3 x 1", 2),
+        (2, 3, 4, 4, "2 x 3", 2),
+        (None, 3, 4, 4, "1 x 3", 1),
+        (None, None, 6, 4, "4 x 1", 3),
+        (8, None, 4, 4, "8 x 0", 4),
+    ],
+)
+def test_copies_that_do_not_make_up_the_ranks_are_refused_with_a_size_that_does(
+    shard, replicate, count, machine, copies, fits
+):
+    ranks = Ranks(world_size=count, launched=True, local_world_size=machine)
+    values = {"device": "auto", "batch_size": 24, "grad_accum_steps": 1}
+    wrong, right = (
+        values | {"parallel.shard": each, "parallel.replicate": more}
+        for each, more in ((shard, replicate), (fits, None))
+    )
+    message = f"{copies} is not the number of ranks, {count}; fix: parallel.shard={fits} parallel.replicate=null, or"
+    with pytest.raises(ConfigError, match=message):
+        check_ranks(wrong, ranks)
+    check_ranks(right, ranks)
+    check_ranks(wrong, Ranks())  # before torchrun has started them
+
+
+@pytest.mark.parametrize(
+    ("shard", "replicate", "shares"), [(None, None, 4), (2, None, 2), (None, 4, 2), (8, 1, 8), (1, None, 1)]
+)
+def test_a_copy_is_on_one_machine_unless_its_size_or_the_number_of_copies_is_given(shard, replicate, shares):
+    ranks = Ranks(world_size=8, launched=True, local_world_size=4)
+    assert ranks.sharing(shard, replicate) == shares
+    alike = {"device": "auto", "batch_size": 8, "grad_accum_steps": 1}
+    check_ranks(alike | {"parallel.shard": shard, "parallel.replicate": replicate}, ranks)
+
+
+@pytest.mark.parametrize(
     ("preset", "instead"),
     [
         ("qknorm", "stability=none"),

@@ -205,7 +205,7 @@ ROLES: dict[str, Any] = {
 }
 """What `make` checks the object of each group for; a model must be an `nn.Module`, an objective callable."""
 
-NOT_HERE = ("parallel/ddp", "parallel/fsdp", "precision/tf32")
+NOT_HERE = ("parallel/ddp", "parallel/fsdp", "parallel/hsdp", "precision/tf32")
 NOT_HERE += ("data/cifar10", "data/imagefolder", "data/text", "data/tokens")
 """Options that need torchrun, a card or files."""
 

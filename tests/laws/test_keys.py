@@ -101,6 +101,7 @@ REFUSED_HERE = {
     "precision=tf32": "precision=tf32 on cpu",
     "parallel=ddp": "parallel=ddp needs torchrun",
     "parallel=fsdp": "parallel=fsdp needs torchrun",
+    "parallel=hsdp": "parallel=hsdp needs torchrun",
     "objective=mse": "objective=mse takes numbers",
     "objective=bce": "return a tensor of the targets' shape",
 }
@@ -224,6 +225,8 @@ CHANGED: dict[str, object] = {
     "faults.faults": [{"kind": "label", "at": [1]}],
     "parallel.find_unused_parameters": True,
     "parallel.compare": False,
+    "parallel.shard": 1,
+    "parallel.replicate": 1,
     "parallel.reshard_after_forward": False,
     "parallel.start_timeout": 60,
     "parallel.timeout": 60,

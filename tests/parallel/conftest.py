@@ -19,7 +19,7 @@ def group_of_one(monkeypatch):
     """This process as the only rank of a group: what the ranks exchange is its own."""
     from torch import distributed
 
-    monkeypatch.setattr(ranks, "_HOST_GROUP", [])
+    monkeypatch.setattr(ranks, "_HOST_GROUPS", {})
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield ranks.Ranks(0, 1, 0, launched=True)
     distributed.destroy_process_group()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from stabletrain.guard.checks.repeats import next_tensor
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
+from stabletrain.parallel.hsdp import HSDP
 from stabletrain.parallel.ranks import (
     all_gather_tensor,
     current_ranks,
@@ -69,6 +70,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Settings of Muon by case; the name of a case says which gradients it has, or that directions are too large."""
 
+COPIED = ("usual", "per_head", "bad", "withheld")
+"""Cases of four ranks with two copies of two shards."""
+
+KINDS = {"ddp": DDP, "fsdp": FSDP, "hsdp": lambda ranks: HSDP(ranks, 2)}
+
 BOUND = 0.5
 """Of the directions of the case `large`: some rows of a matrix exceed it, and others do not."""
 
@@ -113,7 +119,7 @@ def perform(kind: str, case: str) -> dict[str, Any]:
     torch.manual_seed(0)
     alone = Uneven()
     model = copy.deepcopy(alone)
-    parallel = (FSDP if kind == "fsdp" else DDP)(current_ranks())
+    parallel = KINDS[kind](current_ranks())
     parallel.shard(model)
     reference, optimizer = (Muon(**MUON | CASES[case])(each) for each in (alone, model))
     optimizer.owners = parallel.owners
@@ -203,12 +209,14 @@ def rounded() -> dict[str, Any]:
 
 
 def main(place: Path) -> int:
-    """Performs every case with ddp and fsdp."""
+    """Performs every case with ddp and fsdp, and on four ranks some with hsdp."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     join_process_group(current_ranks())
     seen = {f"{kind}/{case}": perform(kind, case) for kind in ("ddp", "fsdp") for case in CASES}
     seen |= {"qkclip": clip(), "bf16_params": rounded()}
+    if current_ranks().world_size == 4:
+        seen |= {f"hsdp/{case}": perform("hsdp", case) for case in COPIED}
     (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
     leave_process_group()
     return 0

@@ -9,7 +9,7 @@ import faulthandler
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,12 @@ def ill(place: Path) -> dict[str, Any]:
 def put_back(place: Path) -> dict[str, Any]:
     """Puts back a state that lies in host memory, and one from the disk: what came back, and how much memory it took.
 
-    Also saves the first one, while the run has another.
+    Also saves the first one, while the run has another. Then goes back as the run does, which looks for a state that is
+    intact first.
     """
-    job = made(place, "back", f"resume={place / 'run'}")
+    wide = ["model.n_embd=256", "guard=rollback"]  # small tensors are copied into one vector for their checksums
+    trained(place, "wide", *wide, "steps=1", "eval_every=1")
+    job = made(place, "back", *wide, f"resume={place / 'wide'}")
     state, checkpoints, snapshots = job.state, job.saved.checkpoints, Snapshots()
     state.step = 9
     snapshots.take(9, capture(state, job.saved.parts), state)
@@ -172,15 +175,30 @@ def put_back(place: Path) -> dict[str, Any]:
     assert found is not None
     tree = found.load(sharded_tensors(state))
     seen["peak from disk"] = peak_of(lambda: restore(tree, state, {}))
-    return seen | {"step": found.step, "after from disk": tensors_of(job)}
+    seen |= {"step": found.step, "after from disk": tensors_of(job)}
+    job.saved.take_snapshot()
+
+    def go_back() -> None:
+        for shard in shards:
+            shard.zero_()
+        known = job.saved.find(9)
+        assert known is not None
+        job.saved.restore(known[0], {})
+
+    seen["peak of going back"] = peak_of(go_back)
+    job.saved.snapshots.retain([])
+    files = {file.stat().st_size for file in found.path.rglob("*.safetensors")}
+    seen["peak of going back to disk"] = peak_of(go_back, mapped=files)
+    return seen | {"at the end": tensors_of(job)}
 
 
-def peak_of(work: Callable[[], Any]) -> int:
-    """The most bytes that were allocated at once by `work`."""
+def peak_of(work: Callable[[], Any], mapped: Collection[int] = ()) -> int:
+    """The most bytes that were allocated at once by `work`; a file of a size in `mapped` is mapped, and takes none."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     events = profile.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    changes = [(when, change) for when, change in changes if abs(change) not in mapped]
     return max(accumulate(change for _, change in changes), default=0)
 
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stabletrain.monitors.tensor_norms import measure
 from stabletrain.parallel.fsdp import FSDP
+from stabletrain.parallel.hsdp import HSDP
 from stabletrain.parallel.ranks import (
     all_gather_tensor,
     current_ranks,
@@ -56,6 +57,10 @@ CASES["update_norm_stable"] = (
     AfterUpdate(),
 )
 CASES["centering"] = NoClip, OPTIMIZERS["spam"], Centering()
+COPIED = {
+    f"hsdp {name}": name for name in ("per_module", "adagc", "update_norm_stable", "stable_adamw_cautious", "centering")
+}
+"""Cases that two copies of two shards have, too."""
 
 NORMS = 1.0, 1.2, 0.9, 8.0, 1.1, 0.7, 30.0, 1.0, 1.3
 """Of the gradients, step by step."""
@@ -94,7 +99,7 @@ def shard_like(parameter: Any, whole: Tensor) -> Tensor:
     """The same values, sharded as a parameter is."""
     if not isinstance(parameter, DTensor):
         return whole
-    return distribute_tensor(whole, parameter.device_mesh, [Shard(0)])
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
 def whole_norms(model: nn.Module, parallel: FSDP) -> GradNorms:
@@ -169,6 +174,8 @@ def main(place: Path) -> int:
             seen[case] = compared(case, FSDP(ranks))
         except Exception:
             seen[case] = {"differs": traceback.format_exc()}
+    for name, case in COPIED.items():
+        seen[name] = compared(case, HSDP(ranks, 2))
     (place / f"rank{ranks.rank}.json").write_text(json.dumps(seen))
     leave_process_group()
     return 0

@@ -173,3 +173,8 @@ def test_a_state_is_put_back_shard_by_shard_without_a_second_copy_of_it(seen):
         assert each["after"] == each["after from disk"] == each["before"]
         assert each["largest"] < each["all"] / 10
         assert max(each["peak"], each["peak from disk"]) <= each["largest"]
+        assert each["at the end"] == each["before"]
+        assert each["peak of going back"] <= each["largest"]
+        assert each["peak of going back to disk"] <= each["all"] + each["largest"], (
+            "what is read, and nothing beside it"
+        )

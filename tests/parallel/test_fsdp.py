@@ -9,13 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from stabletrain.checkpoint.capture import capture, restore
+from stabletrain.checkpoint.refit import fresh_optimizer
 from stabletrain.checkpoint.tree import is_sharded
 from stabletrain.monitors.probe import measure_gradients
 from stabletrain.parallel.fsdp import FSDP, blocks
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import GatheredState
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart, TrainState
 from stabletrain.stability.objective import CrossEntropy
+from stabletrain.stability.optimizers import SGD
 from stabletrain.stability.parameter_roles import classifier
 from tests.monitors.watched import tiny_gpt, tiny_resnet, tokens
 
@@ -137,6 +140,19 @@ def test_the_states_for_replays_are_gathered(only):
     model = tiny_gpt()
     only.shard(model)
     assert isinstance(only.whole_state(model, lambda: None, tiny_gpt), GatheredState)
+
+
+def test_momentum_that_starts_at_zero_takes_no_memory_in_what_a_resume_compares_with(only):
+    model = tiny_gpt()
+    only.shard(model)
+    state = TrainState(model, SGD(lr=0.1, momentum=0.9, nesterov=False, weight_decay=0.0, fused=False)(model))
+    fresh, momenta = fresh_optimizer(state), [each["momentum_buffer"] for each in state.optimizer.state.values()]
+    pieces = [each["momentum_buffer"] for each in fresh["state"].values()]
+    assert [each.local.untyped_storage().nbytes() for each in pieces] == [4] * len(momenta)
+    for momentum in momenta:
+        momentum.to_local().fill_(1)
+    restore({**capture(state, {}), "optimizer": fresh}, state, {})
+    assert not any(each["momentum_buffer"].full_tensor().any() for each in state.optimizer.state.values())
 
 
 def test_a_rank_knows_its_own_loss_and_of_the_gradient_only_its_shards(fsdp):

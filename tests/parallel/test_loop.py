@@ -67,6 +67,15 @@ def test_shards_add_up_and_whole_gradients_count_once(reduced):
     assert found[0][1].each.tolist() == [one.norm(), whole.norm()]
 
 
+def test_shards_of_two_copies_count_once(reduced):
+    torch.manual_seed(0)
+    one, other, whole = torch.randn(5), torch.randn(4), torch.randn(3)
+    here, there = (norms_of([each, whole], sharded=[0.5, 0]) for each in (one, other))
+    found = reduced(*(part(1.0, norms) for norms in (here, there, here, there)))
+    expected = torch.cat([one, other, whole]).norm()
+    assert [norms.total.item() for _, norms, _ in found] == [pytest.approx(expected.item())] * 4
+
+
 @pytest.mark.parametrize("sharded", [(), (True,)])
 def test_what_is_not_finite_on_one_rank_is_so_for_all(reduced, sharded):
     good, bad = (norms_of([torch.tensor([value])], sharded) for value in (1.0, math.nan))

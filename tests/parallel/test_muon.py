@@ -6,7 +6,7 @@ import pytest
 
 from stabletrain.parallel.owners import owners, rows_of
 from tests.parallel.launches import alone, forked
-from tests.parallel.muon import BAD, CASES, STEPS
+from tests.parallel.muon import BAD, CASES, COPIED, STEPS
 from tests.runs import ROOT
 
 KINDS = ("ddp", "fsdp")
@@ -65,6 +65,19 @@ def test_each_matrix_is_orthogonalised_once_whatever_is_sent(ranks, kind):
     assert counts == [len(MATRICES)] * STEPS
     assert all(min(seen["matrices"]) > 0 for seen in each)
     assert all(seen["sent"] == [{"ddp": 1, "fsdp": 2}[kind]] * STEPS for seen in each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+@pytest.mark.parametrize("case", COPIED)
+def test_each_of_two_copies_has_the_bits_of_one_process_and_orthogonalises_each_matrix_once(ranks, case):
+    each = [seen[f"hsdp/{case}"] for seen in ranks]
+    for seen in each:
+        assert seen["equal"] == [True] * STEPS
+        assert seen["sent"] == [2] * STEPS
+        assert seen["elsewhere"] == MATRICES
+    for copy in (each[:2], each[2:]):
+        assert [sum(seen["matrices"][step] for seen in copy) for step in range(STEPS)] == [len(MATRICES)] * STEPS
 
 
 def test_a_rank_repeats_the_updates_that_it_computes_alone(ranks):

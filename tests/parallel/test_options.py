@@ -5,6 +5,7 @@ import pytest
 from stabletrain.parallel import options
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
+from stabletrain.parallel.hsdp import HSDP
 from stabletrain.parallel.ranks import Timeouts
 from stabletrain.parallel.single import SingleProcess
 
@@ -49,6 +50,16 @@ def test_fsdp_reshards_as_it_is_told(ranks, reshard):
     assert type(made) is FSDP
     assert made.timeouts == Timeouts(start=60, steady=30)
     assert (made.reshard_after_forward, made.ranks.world_size) == (reshard, 2)
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True)])
+def test_hsdp_has_the_copies_that_it_is_told(ranks, flags):
+    ranks(4)
+    made = options.hsdp(2, None, *flags, 60, 30)
+    assert type(made) is HSDP
+    assert made.timeouts == Timeouts(start=60, steady=30)
+    assert (made.reshard_after_forward, made.compare, made.shards) == (*flags, 2)
+    assert options.hsdp(None, 4, *flags, 60, 30).shards == 1
 
 
 def test_one_rank_of_torchrun_may_be_ddp(ranks):

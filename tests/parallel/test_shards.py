@@ -7,7 +7,7 @@ import torch
 
 from stabletrain.parallel.shards import local_parts, norms_over_shards, sum_over_shards
 from tests.parallel.launches import alone, forked
-from tests.parallel.sharded import CASES
+from tests.parallel.sharded import CASES, COPIED
 from tests.runs import ROOT
 from tests.stability.clipping.given import TIGHT
 
@@ -33,7 +33,7 @@ def four(shared_place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *COPIED])
 def test_shards_of_uneven_rows_are_treated_as_whole_tensors_are(four, case):
     assert [seen[case]["differs"] for seen in four] == [""] * 4
 

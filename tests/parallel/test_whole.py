@@ -50,7 +50,7 @@ def three(monkeypatch):
             parts[rank, : part.numel()] = part
 
     monkeypatch.setattr(whole, "all_gather_tensor", gather)
-    monkeypatch.setattr(whole, "host_group", lambda: None)
+    monkeypatch.setattr(whole, "host_group", lambda count: None)
     return sent
 
 

@@ -107,9 +107,12 @@ def test_the_ranks_of_a_machine_share_its_memory_and_the_main_process_writes_the
         parts.choose_host_memory(process, state, RollbackGuard(), Saves())
         assert (asked[-1]["ranks"], asked[-1]["snapshots"], asked[-1]["checkpoints"]) == (8, 4, writers)
     assert len(said) == 2, "one line for each machine"
-    monkeypatch.setattr(parts, "sharded_tensors", lambda state: {"w": state})
-    parts.choose_host_memory(process, state, RollbackGuard(), Saves())
-    assert asked[-1]["checkpoints"] == 8, "with FSDP each rank writes its shards"
+    for shards, rank, writers in ((16, 9, 8), (8, 0, 8), (8, 9, 0), (4, 3, 4)):
+        sharing = SingleProcess()
+        sharing.shards = shards
+        process = Process(Ranks(rank, 16, rank % 8, True, local_world_size=8), sharing, FP32, {}, CPU)
+        parts.choose_host_memory(process, state, RollbackGuard(), Saves())
+        assert asked[-1]["checkpoints"] == writers, "each rank that shares the first copy writes its shards"
 
 
 def test_an_investigation_gets_a_model_of_its_own_and_the_whole_configuration(built):

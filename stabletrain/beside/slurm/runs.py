@@ -20,7 +20,7 @@ from stabletrain.cli.own_folder import named_by_time
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, merged
 from stabletrain.config.checks import check, check_ranks
 from stabletrain.config.jobs import explained, hydra
-from stabletrain.config.make import plain
+from stabletrain.config.make import leaves, plain
 from stabletrain.config.resuming import Settings, check_resume, settings
 from stabletrain.data.files import GLOB_CHARACTERS, existing, required
 from stabletrain.errors import ConfigError
@@ -249,10 +249,10 @@ def check_processes(values: Mapping[str, Any], kind: str, card: str, processes: 
     """
     asked = f"--gpu {card} with {processes} process{'es' if processes > 1 else ''} (--nodes x --gpus-per-node)"
     try:
-        check_ranks(values, Ranks(world_size=processes))
+        check_ranks(dict(leaves(values)), Ranks(world_size=processes))
     except ConfigError as error:
         raise ConfigError(f"{asked}: {error}") from None
-    if processes == 1 and kind in ("ddp", "fsdp"):
+    if processes == 1 and kind in ("ddp", "fsdp", "hsdp"):
         raise ConfigError(
             f"{asked}: parallel={kind} needs several processes: request more with --nodes or --gpus-per-node, or use "
             "parallel=auto"
