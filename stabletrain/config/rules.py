@@ -193,6 +193,9 @@ RANKS = [
     Rule("batch_size", lambda run, key: run[key] % (run.ranks.world_size * run["grad_accum_steps"]),
          "{override} does not divide among {ranks} ranks x grad_accum_steps={grad_accum_steps}",
          "batch_size={sizes}, or another number of ranks"),
+    Rule("guard.recheck_across", lambda run, key: run[key] == "ranks" and not run.ranks.distributed,
+         "{override} compares the arithmetic of ranks, and here is one process",
+         "torchrun with several, or guard.recheck_across=none"),
 ]
 """What several ranks cannot share."""
 
