@@ -122,7 +122,7 @@ def wrong_products(job: TrainingRun, tick: int, rank: int) -> Generator[None]:
         if job.state.executed_steps < tick:
             return product
         flipped = product.detach().clone()
-        flipped.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        flipped.view(-1).view(torch.uint8)[:1].bitwise_xor_(1)
         return product + (flipped - product).detach()
 
     with patch("torch.nn.functional.linear", linear) if job.parallel.ranks.rank == rank else nullcontext():
