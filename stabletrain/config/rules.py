@@ -225,6 +225,8 @@ RULES = [
     Rule("data.length_warmup", lambda run, key: run[key] and run[key] >= run["steps"],
          "{override} >= steps={steps}: samples never reach their full length",
          "lower data.length_warmup or raise steps"),
+    Rule("guard.recheck_across", lambda run, key: run[key] == "ranks" and run["guard.recheck_every"] == 0,
+         "{override} compares nothing with guard.recheck_every=0", "guard.recheck_every=250, or {key}=none"),
     *RANKS,
     Rule("init_strict", lambda run, key: run["init_from"] == "none" and not run[key],
          "{override} does nothing without init_from", "name weights, or leave it out"),

@@ -4,7 +4,7 @@ Without the reduction, FSDP2 leaves them at the whole weights, which are not the
 sharded. So every unit is gathered before they are read, and all ranks must do so together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -37,7 +37,7 @@ def unreduced(model: nn.Module, run: Callable[[], Tensor]) -> list[Tensor | None
             unit.reshard()
 
 
-def gather(units: list[FSDPModule]) -> None:
+def gather(units: Sequence[FSDPModule]) -> None:
     """Makes the weights of all units whole."""
     for unit in units:
         unit.unshard()

@@ -125,6 +125,11 @@ Result = Sequence[Tensor | None] | None
 """A micro-batch's loss and gradients; None if memory did not suffice."""
 
 
+def checksums(result: Result, device: torch.device) -> Tensor | None:
+    """Returns the sums of the bits, int64 `[names]`; None without a result."""
+    return None if result is None else sums(result, device)
+
+
 class NoShift:
     """Compares no ranks."""
 
@@ -195,12 +200,14 @@ class Shift(NoShift):
         theirs = replace(everyones[(self.parallel.ranks.rank + 1) % len(everyones)][1], device=device)
         inputs, targets = self.parallel.from_next_rank([batch.inputs, batch.targets])
         shifted = replace(batch, inputs=inputs, targets=targets, ids=None, sources=None)
-        here, found = own(), run(replace(shifted, input_range=None, target_range=None), theirs)
+        shifted = replace(shifted, input_range=None, target_range=None)
+        # One result at a time: only its checksums are kept.
+        here, found = checksums(own(), device), checksums(run(shifted, theirs), device)
         row = torch.zeros(1 + 2 * len(names), dtype=torch.int64, device=device)
         if here is None or found is None:
             row[0] = 1
         else:
-            row[1:] = torch.cat([sums(here, device), sums(found, device)])
+            row[1:] = torch.cat([here, found])
         rows = self.parallel.all_gather(row)
         table = Table(names, rows[:, 1:].view(len(rows), 2, len(names)), repeated)
         self.keep(table)

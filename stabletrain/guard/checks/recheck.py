@@ -419,16 +419,12 @@ def recheck_every(steps: int, across: str = "none") -> NoRecheck:
         across: `ranks` to compare ranks too, else `none`.
 
     Raises:
-        ConfigError: `steps` is negative, or `across` is unknown or has no effect.
+        ConfigError: `steps` is negative, or `across` is unknown.
     """
     if steps < 0:
         raise ConfigError(f"guard.recheck_every={steps} is below 0: 250 is the default; 0 repeats nothing")
     if across not in MODES:
         raise ConfigError(f"guard.recheck_across={across} is not one of {', '.join(MODES)}")
-    if across == "ranks" and not steps:
-        raise ConfigError(
-            "guard.recheck_across=ranks compares nothing with guard.recheck_every=0; fix: guard.recheck_every=250"
-        )
     return Recheck(steps, across=across == "ranks") if steps else NoRecheck()
 
 

@@ -84,9 +84,11 @@ class RepeatGradient(NoRepeat):
             return
         self._waiting = False
         named = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
-        run, difference = partial(self._run, again), torch.zeros((), device=self._generators.device)
+        run = partial(self._run, again)
         own = partial(run, batch, self._generators)
-        if self._keeps:
+        if not self._keeps:
+            difference = torch.zeros((), device=self._generators.device)
+        else:
             first = self._tools.parallel.own_gradients([*named.values()])
             compared = None if first is None else self._compare(named, first, own)
             ratios = torch.zeros(len(named), device=self._generators.device) if compared is None else compared.ratios
