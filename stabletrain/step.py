@@ -93,7 +93,7 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     for number, batch in enumerate(full, 1):
         with tools.parallel.gradient_sync(state.model, number == len(full)):
             done = forward_backward(model, batch, n_valid, tools)
-        recheck.gradient(partial(forward_backward, alone, batch, n_valid, tools))
+        recheck.gradient(partial(forward_backward, alone, n_valid=n_valid, tools=tools), batch, done.loss.total)
         losses.append(done.loss)
         bad.append(done.bad_data)
         largest.append(done.largest)

@@ -197,6 +197,9 @@ RANKS = [
     Rule("parallel.shard", lambda run, key: has_other_copies(run, key),
          "{override} parallel.replicate={parallel.replicate}: {copies} is not the number of ranks, {ranks}",
          "parallel.shard={sharing} parallel.replicate=null, or another number of ranks"),
+    Rule("guard.recheck_across", lambda run, key: run[key] == "ranks" and not run.ranks.distributed,
+         "{override} compares the arithmetic of ranks, and here is one process",
+         "torchrun with several, or guard.recheck_across=none"),
 ]
 """What several ranks cannot share."""
 
@@ -226,6 +229,8 @@ RULES = [
     Rule("data.length_warmup", lambda run, key: run[key] and run[key] >= run["steps"],
          "{override} >= steps={steps}: samples never reach their full length",
          "lower data.length_warmup or raise steps"),
+    Rule("guard.recheck_across", lambda run, key: run[key] == "ranks" and run["guard.recheck_every"] == 0,
+         "{override} compares nothing with guard.recheck_every=0", "guard.recheck_every=250, or {key}=none"),
     *RANKS,
     Rule("init_strict", lambda run, key: run["init_from"] == "none" and not run[key],
          "{override} does nothing without init_from", "name weights, or leave it out"),

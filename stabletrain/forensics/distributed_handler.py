@@ -127,6 +127,9 @@ def write_together(
     writer, rank_at_fault = choose_rank(of_ranks, subject.reading.rank)
     if len({*of_ranks}) == 1 and found is not None and found.evidence.kind == "update" and subject.reading.rank < 0:
         rank_at_fault = None  # every rank takes the same step
+    of_ranks_compared = None if found is None or found.evidence.recheck is None else found.evidence.recheck.blame
+    if of_ranks_compared is not None and len(of_ranks_compared.suspects) > 1:
+        rank_at_fault = None  # one of them, but not known which
 
     def write() -> IncidentSummary | None:
         if rank != writer or found is None:

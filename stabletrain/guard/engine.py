@@ -34,6 +34,7 @@ from stabletrain.guard.checks.recheck import collect_finding
 from stabletrain.guard.checks.written import state_is_sound, update_is_finite
 from stabletrain.guard.keeping import keep_the_rest, report_kept
 from stabletrain.guard.read_step import ReadStep
+from stabletrain.guard.rechecked import blame_neighbour, report_recheck, report_varying
 from stabletrain.machine import hardware
 from stabletrain.printable import is_round
 from stabletrain.records import Reading, Verdict
@@ -51,14 +52,14 @@ def settle(step: ReadStep) -> Verdict:
     # The policy's verdict on the numbers: apply, skip, roll back or halt. It also updates counts and limits.
     faults = guard.machine_faults
     verdict = guard.judge(reading)
-    report_out_of_memory(step)
+    report_recheck(step)
     if guard.left_out:
         report_kept(step)
     # The first try of this step gave an update that was not finite, and this one did not.
     if reading.applied and guard.machine_faults > faults:
         explain(step, "update", reading._replace(bad_update=True, rank=guard.faulty_rank))
     # Two computations differ: a third one tells whether the machine or the model's code is at fault.
-    if guard.recheck.differing_part(reading) and guard.recheck.compared:
+    if guard.recheck.differing_part(reading) and (guard.recheck.compared or guard.recheck.table):
         verdict = confirm(step, verdict)
     # If the step was held, the weights still have their values from before it: explain it now.
     return verdict if reading.applied else explain_held(step, verdict)
@@ -209,7 +210,9 @@ def confirm(step: ReadStep, verdict: Verdict) -> Verdict:
     guard, recheck, tracker, reading = step.guard, step.guard.recheck, step.tracker, step.reading
     part = recheck.differing_part(reading)
     place = f"device {step.device} ({hardware.name(step.device)}), host {platform.node()}"
-    finding = collect_finding(recheck, part, f"{place}, rank {step.parallel.ranks.rank}", step.gradient_again)
+    place = f"{place}, rank {step.parallel.ranks.rank}"
+    finding = blame_neighbour(step, place, collect_finding(recheck, part, place, step.gradient_again))
+    part = finding.part
     if not step.parallel.any_rank(finding.differs):  # the step was computed twice for another reason
         return verdict
     # If the third equals the first and no two results ever were equal, the second run read something that the first one
@@ -217,12 +220,7 @@ def confirm(step: ReadStep, verdict: Verdict) -> Verdict:
     repeats = finding.third == "second" or recheck.has_repeated(part)
     if not step.parallel.any_rank(finding.differs and repeats):
         recheck.learn_limit(part)
-        tracker.event("recheck_varies", step.number, part=part, tick=step.tick)
-        tracker.note(
-            f"step {step.number}: a second computation of the {part} never gives the same bits with this model: its "
-            "code may depend on more than weights, buffers, batch and random numbers; the recheck now compares with "
-            "a limit that is learnt"
-        )
+        report_varying(step, part)
         return Verdict.APPLY if reading.applied else Verdict.SKIP
     # A fault of the hardware. If the update was applied, the weights are wrong: go back to before it. If not, only this
     # step's numbers are wrong: repeat the step.
@@ -232,17 +230,6 @@ def confirm(step: ReadStep, verdict: Verdict) -> Verdict:
     tracker.event("distrust", step.number, tick=step.tick, kind="recheck", part=part, reason=guard.reason)
     explain(step, "recheck")
     return guard.on_machine_fault(reading.step, guard.reason, damaged=True)
-
-
-def report_out_of_memory(step: ReadStep) -> None:
-    """Ends repetitions and tells the user, if some rank had too little memory for this one."""
-    if not step.guard.recheck.runs_out_of_memory(step.reading):
-        return
-    step.tracker.event("recheck_off", step.number, reason="out of memory", tick=step.tick)
-    step.tracker.note(
-        f"step {step.number}: too little memory to compute a gradient and an update twice, so arithmetic is not "
-        "checked in this process; training is not affected. fix: a smaller batch_size, or more grad_accum_steps"
-    )
 
 
 # ---- events and lines that both doors show

@@ -96,6 +96,23 @@ class Distributed(SingleProcess):
         self.max_over_ranks_([first, other])
         return (first > 0).float(), torch.where((first > 0) & (other > 0), self.ranks.world_size - first, -1)
 
+    @torch.no_grad()
+    def from_next_rank(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the next rank's tensors, of the same shapes and strides."""
+        rank, count = self.ranks.rank, self.ranks.world_size
+        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+        calls = [dist.P2POp(dist.isend, tensor.contiguous(), (rank - 1) % count) for tensor in tensors]
+        calls += [dist.P2POp(dist.irecv, tensor, (rank + 1) % count) for tensor in received]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+        return [torch.empty_like(here).copy_(theirs) for here, theirs in zip(tensors, received, strict=True)]
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        """Returns a row of each rank, `[ranks, numbers]`."""
+        rows = row.new_empty(self.ranks.world_size * row.numel())
+        all_gather_tensor(rows, row)
+        return rows.view(self.ranks.world_size, -1)
+
     def reduce_stats(
         self, terms: LossTerms, norms: GradNorms, checks: StepChecks
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
@@ -108,9 +125,7 @@ class Distributed(SingleProcess):
             for number in (*mine, checks.buffers, bool(self._stop_signal), *unproven)
         ]
         row = torch.cat([torch.stack(head).float(), self.gradient_row(norms)])
-        rows = row.new_empty(self.ranks.world_size * row.numel())
-        all_gather_tensor(rows, row)
-        rows = rows.view(self.ranks.world_size, -1)
+        rows = self.all_gather(row)
         # Every rank computes the same from the same rows, so all verdicts agree bit for bit.
         losses = 1 + len(terms.parts)
         total, *parts = self.terms_from_rows(rows[:, :losses]).unbind()

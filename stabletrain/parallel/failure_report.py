@@ -28,6 +28,9 @@ LOOK_INTERVAL = 1.0
 TIMEOUT_WAIT = 10.0
 """Seconds to wait for the records that PyTorch writes on all ranks if a collective of NCCL times out."""
 
+WAITED = "it waited"
+"""How the report of a rank begins that has waited for another one in vain."""
+
 ANY_RANK = "any"
 """Key, in place of a rank, under which any rank publishes its end, so that the others look only once."""
 
@@ -115,7 +118,7 @@ def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
 def waited_in_vain(ranks: Ranks) -> str:
     """Publishes that this rank has waited for as long as it may; returns what it says of it."""
     seconds = f"{timeout().total_seconds():g} s"
-    put(ranks, "last", f"it waited {seconds} for another rank")
+    put(ranks, "last", f"{WAITED} {seconds} for another rank")
     return (
         f"; this rank has waited for {seconds}: if the ranks need longer, raise parallel.timeout, or "
         "parallel.start_timeout if the first step is not done yet"
@@ -132,6 +135,9 @@ def lost_rank(ranks: Ranks, waited: str = "", patience: float = REPORT_WAIT) -> 
     """
     collectives.write(ranks)  # first, so that the others find it
     text = describe_lost_rank(ranks) + waited
+    reports = [get(ranks, "last", rank) for rank in range(ranks.world_size)]
+    if any(report and not report.startswith(WAITED) for report in reports):
+        return RankLost(text)  # a rank has said why it ends, and the others wait for that one
     # Rank 0 writes it into the run's record. If it cannot, the first other rank prints it.
     if ranks.is_main or is_first(ranks, "explained"):
         text = "; ".join(filter(None, [text, collectives.explanation(ranks, patience)]))

@@ -18,6 +18,7 @@ from stabletrain.parallel.distributed import Distributed
 from stabletrain.parallel.gathered import gather_in
 from stabletrain.parallel.ranks import Ranks, Timeouts
 from stabletrain.parallel.single import NO_CASTS
+from stabletrain.parallel.unreduced import unreduced
 from stabletrain.parallel.whole import GatheredState, WholeState
 from stabletrain.records import GradNorms, RankPart
 
@@ -88,6 +89,10 @@ class FSDP(Distributed):
     def keep_gradients(self) -> bool:
         """Returns False: a rank sees only sums over all ranks, so no rank could be named."""
         return False
+
+    def own_backward(self, model: nn.Module, run: Callable[[], Tensor]) -> list[Tensor | None] | None:
+        """See `SingleProcess`. Too little memory ends the run: a rank that gave up would leave the others waiting."""
+        return unreduced(model, run)
 
     def whole_state(
         self, model: nn.Module, older: Callable[[], Tree | None], model_factory: Callable[[], nn.Module]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
 from stabletrain.checkpoint.tree import Tree
+from stabletrain.machine.memory import within_memory
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.owners import Owners
 from stabletrain.parallel.ranks import Ranks
@@ -110,6 +111,25 @@ class SingleProcess:
         None if there was not enough memory to keep them.
         """
         return [parameter.grad for parameter in parameters]
+
+    def own_backward(self, model: nn.Module, run: Callable[[], Tensor]) -> list[Tensor | None] | None:
+        """Runs forward and backward of a micro-batch alone; returns its loss and the gradients, before any reduction.
+
+        Before it, no parameter has a gradient. None if there was not enough memory.
+
+        Args:
+            run: runs them without `wrapped`, and returns the loss.
+        """
+        loss = within_memory(run)
+        return None if loss is None else [loss, *(each.grad for each in model.parameters() if each.requires_grad)]
+
+    def from_next_rank(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the next rank's tensors, of the same shapes; after the last rank comes the first. All call it."""
+        return tensors
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        """Returns a row of each rank, `[ranks, numbers]`."""
+        return row[None]
 
     def reduce_stats(
         self, terms: LossTerms, norms: GradNorms, checks: StepChecks

@@ -203,6 +203,7 @@ CHANGED: dict[str, object] = {
     "guard.window": 19,
     "guard.checksum_every": -1,
     "guard.recheck_every": -1,
+    "guard.recheck_across": "ranks",
     "guard.check_update": "sometimes",
     "guard.healthy_after": 5,
     "guard.patience": 3,

@@ -68,6 +68,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "disk": (f"{FORENSICS}.handler.file_incident", raises(OSError(errno.ENOSPC, "No space left on device"))),
     "second run": ("stabletrain.guard.checks.repeats.compare", raises(OutOfMemoryError("no memory"))),
     "copied tensor": ("stabletrain.guard.checks.repeats.OneTensor.of", raises(OutOfMemoryError("no memory"))),
+    "machine": ("stabletrain.guard.checks.neighbours.machine_of", lambda _: ("another card",)),
     "copied buckets": ("stabletrain.parallel.ddp.within_memory", lambda _: None),
 }
 """What is replaced, and by what, for each part."""

@@ -1,6 +1,7 @@
 """Two ranks compute steps twice: each its own gradient, before it is averaged; the rank at fault is named."""
 
 import json
+import platform
 
 import pytest
 
@@ -14,6 +15,7 @@ STEPS = 6
 RUN = [*TINY_GPT, "batch_size=4", "monitors=none", "checkpoint=off", f"steps={STEPS}", "model.dropout=0.1"]
 EVERY = [*RUN, "guard.recheck_every=2", "guard.snapshot_every=1", "guard.healthy_after=1"]
 FAULT = ["faults=gradient", "faults.value=3", "faults.rank=1", "faults.at=[3]"]
+ACROSS = [*RUN, "guard=skip", "guard.recheck_across=ranks"]
 CASES = {
     "never": {"overrides": [*RUN, "parallel=ddp", "guard.recheck_every=0"]},
     "fault": {"overrides": [*EVERY, "parallel=ddp", *FAULT]},
@@ -24,12 +26,39 @@ CASES = {
     },
     "sharded": {"overrides": [*RUN, "parallel=fsdp", "guard.recheck_every=1"]},
     "sharded never": {"overrides": [*RUN, "parallel=fsdp", "guard.recheck_every=0"]},
+    **{
+        f"{name}{kind}": {"overrides": [*ACROSS, f"parallel={kind}", *more]}
+        for kind in ("ddp", "fsdp")
+        for name, more in {
+            "across ": ["guard.recheck_every=1"],
+            "across parts ": ["guard.recheck_every=1", "grad_accum_steps=2"],
+            "plain parts ": ["guard.recheck_every=0", "guard.recheck_across=none", "grad_accum_steps=2"],
+        }.items()
+    },
+    "two suspects": {"overrides": [*ACROSS, "parallel=ddp", "guard.recheck_every=2"], "wrong": [3, 1]},
+    "unknown": {"overrides": [*ACROSS, "parallel=ddp", "guard.recheck_every=2"], "wrong": [0, 1]},
+    "unlike": {"overrides": [*ACROSS, "parallel=ddp", "guard.recheck_every=2"], "broken": ["machine", 1]},
 }
+OF_FOUR = {
+    f"{name} {kind}": {"overrides": [*ACROSS, f"parallel={kind}", "guard.recheck_every=2"], **more}
+    for kind in ("ddp", "fsdp")
+    for name, more in {"wrong": {"wrong": [0, 2]}, "clean": {}}.items()
+}
+"""A fault that has been there from the start repeats on its rank; only another rank shows it."""
 
 
 @pytest.fixture(scope="module")
 def two(shared_place):
     return on_demand(shared_place / "recheck_two", 2, CASES)
+
+
+@pytest.fixture(scope="module")
+def four(shared_place):
+    return on_demand(shared_place / "recheck_four", 4, OF_FOUR)
+
+
+def incidents(place):
+    return [json.loads(path.read_text()) for path in sorted(place.glob("incidents/*/diagnosis.json"))]
 
 
 def last_state(seen):
@@ -77,3 +106,48 @@ def test_if_one_rank_has_too_little_memory_no_rank_repeats_anything_and_none_wai
     assert [(event["step"], event["reason"]) for event in events if event["event"] == "recheck_off"] == [
         (2, "out of memory")
     ]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_get_equal_bits_from_the_same_micro_batch_and_change_none(two, shared_place, kind):
+    never = "sharded never" if kind == "fsdp" else "never"
+    for compared, plain in ((f"across {kind}", never), (f"across parts {kind}", f"plain parts {kind}")):
+        for seen in two:
+            assert [seen[name]["error"] for name in (compared, plain)] == [None, None], seen[compared]["message"]
+            assert [reading["recheck"] for reading in seen[compared]["readings"]] == [0.0] * STEPS
+            assert last_state(seen[compared]) == last_state(seen[plain])
+            assert "'neighbour': {'varies': False, 'agreed': 6" in seen[compared]["parts"]["guard"]
+        events = [each["event"] for each in read_jsonl(shared_place / "recheck_two" / compared / "events.jsonl")]
+        assert not [each for each in events if each.startswith("recheck")]
+
+
+@pytest.mark.beside
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_that_always_computes_the_same_wrong_bit_is_named_with_its_host(four, shared_place, kind):
+    assert [seen[f"wrong {kind}"]["error"] for seen in four] == [None] * 4, four[0][f"wrong {kind}"]["message"]
+    found = incidents(shared_place / "recheck_four" / f"wrong {kind}")
+    assert {(each["kind"], each["cause"], each["rank"]) for each in found} == {("recheck", "hardware_fault", 2)}
+    assert f"device cpu (cpu), host {platform.node()}, rank 2" in found[0]["verdict"]
+    assert "ranks 1 and 2 and on ranks 2 and 3" in found[0]["verdict"]
+    assert f"nodename={platform.node()} state=drain" in found[0]["fix"][0]
+    for seen in four:
+        assert next(each["step"] for each in seen[f"wrong {kind}"]["readings"] if not each["applied"]) == 2
+        assert not incidents(shared_place / "recheck_four" / f"clean {kind}")
+        assert all(each["applied"] for each in seen[f"clean {kind}"]["readings"])
+
+
+@pytest.mark.beside
+def test_of_two_ranks_both_are_suspects_and_none_is_named(two, shared_place):
+    assert [seen["two suspects"]["error"] for seen in two] == [None, None], two[0]["two suspects"]["message"]
+    (found, *_) = incidents(shared_place / "recheck_two" / "two suspects")
+    assert (found["kind"], found["cause"], found.get("rank")) == ("recheck", "hardware_fault", None)
+    assert "it is not known which of them" in found["verdict"]
+    assert all(f"rank {rank}" in found["verdict"] for rank in (0, 1))
+
+
+def test_two_ranks_that_never_agreed_and_unlike_machines_are_not_compared_any_more(two, shared_place):
+    for name, event in (("unknown", "recheck_varies"), ("unlike", "recheck_across_off")):
+        assert [seen[name]["error"] for seen in two] == [None, None]
+        events = [each["event"] for each in read_jsonl(shared_place / "recheck_two" / name / "events.jsonl")]
+        assert events.count(event) == 1
+        assert "incident" not in events

@@ -10,11 +10,14 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten, is_sharded, to_host
@@ -46,7 +49,8 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
         name: of the case.
         case: `overrides`; `folder`, of the run, else the case's name; `crash_at`, a tick before which all ranks stop
             dead; `poke`, a tick and a rank, which finds NaN in its first buffer then; `tensors`, whether the whole
-            state's tensors are wanted, bit by bit; `broken`, a part of explaining and the rank that fails in it.
+            state's tensors are wanted, bit by bit; `broken`, a part of explaining and the rank that fails in it;
+            `wrong`, a tick and a rank, whose matrix products are wrong in one bit from then on.
 
     Returns:
         readings, verdicts, hashes of the state by tick, sample ids and random draws by step, and how it ended.
@@ -59,7 +63,7 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
             if case.get("tensors"):
                 seen["tensors_before"] = tensors_of(job)
             watch(job, seen, case.get("crash_at"), case.get("poke"))
-            with broken(*case.get("broken", (None, 0))) as calls:
+            with broken(*case.get("broken", (None, 0))) as calls, wrong_products(job, *case.get("wrong", (0, -1))):
                 train(job)
             seen["calls"] = dict(calls)
             finish(job, seen)
@@ -106,6 +110,23 @@ def watch(job: TrainingRun, seen: dict[str, Any], crash_at: int | None, poke: li
         return drawing
 
     job.tools.guard.judge, job.data.batches.get, job.tools.parallel.wrapped = judging, getting, wrapping
+
+
+@contextmanager
+def wrong_products(job: TrainingRun, tick: int, rank: int) -> Generator[None]:
+    """From a tick on, flips the lowest bit of the first value of every matrix product on one rank: always the same."""
+    right = nn.functional.linear
+
+    def linear(*arguments: Any) -> Tensor:
+        product = right(*arguments)
+        if job.state.executed_steps < tick:
+            return product
+        flipped = product.detach().clone()
+        flipped.view(-1).view(torch.uint8)[:1].bitwise_xor_(1)
+        return product + (flipped - product).detach()
+
+    with patch("torch.nn.functional.linear", linear) if job.parallel.ranks.rank == rank else nullcontext():
+        yield
 
 
 def finish(job: TrainingRun, seen: dict[str, Any]) -> None:

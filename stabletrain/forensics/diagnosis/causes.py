@@ -59,6 +59,7 @@ from stabletrain.forensics.diagnosis.wording import (
     wider_precision,
 )
 from stabletrain.forensics.probes.samples import describe
+from stabletrain.guard.checks.neighbours import Blame
 from stabletrain.guard.checks.recheck import Finding
 
 ONE_HOT_LOGIT = 1e2
@@ -167,6 +168,8 @@ def differs_from_recheck(found: Finding) -> Diagnosis | None:
     """A gradient or an update came out differently when it was computed a second time."""
     if not found.differs:
         return None
+    if found.blame is not None:
+        return differs_from_rank(found, found.blame)
     what = {"gradient": "the gradient of a micro-batch", "update": "the optimizer's update of a tensor"}[found.part]
     rest = "" if len(found.tensors) == 1 else f" and in {len(found.tensors) - 1} more"
     name, largest = found.tensors[0]
@@ -193,6 +196,28 @@ def differs_from_recheck(found: Finding) -> Diagnosis | None:
     ]
     sure = {"first": 0.95, "second": 0.95}.get(found.third, 0.8 if found.limit == 0 else 0.6)
     return Diagnosis("hardware_fault", sure, verdict, ["resume on another device, and test this one"], lines)
+
+
+def differs_from_rank(found: Finding, blame: Blame) -> Diagnosis:
+    """Two ranks computed the loss and the gradient of one micro-batch with different bits."""
+    rest = "" if len(blame.names) == 1 else f" and {len(blame.names) - 1} more"
+    pairs = [*dict.fromkeys(f"ranks {min(pair)} and {max(pair)}" for pair in blame.pairs)]
+    what = f"the same micro-batch came out with different bits on {' and on '.join(pairs)}, in {blame.names[0]}{rest}"
+    if len(blame.suspects) > 1:
+        verdict, sure = f"{what}, and it is not known which of them computed wrongly: {found.place}", 0.6
+    elif len(blame.pairs) > 1:
+        verdict, sure = f"{what}: rank {blame.suspects[0]}, which is in both, computes wrongly: {found.place}", 0.95
+    else:
+        verdict, sure = f"{what}; rank {blame.pairs[0][1]} got its bits twice: {found.place}", 0.7
+    hosts = ",".join(found.hosts)
+    fix = [
+        f"take {hosts} out of service (with Slurm: scontrol update nodename={hosts} state=drain reason=arithmetic), "
+        "resume=<run folder> on other cards, and test the cards that are named",
+        "resume from a checkpoint of before the fault, if it is known when it began: the weights hold its gradients",
+    ]
+    lines = [found.place, f"equal bits are expected; {found.agreed} earlier comparisons of the ranks had them"]
+    lines += [f"{pair}: the bits differ" for pair in pairs]
+    return Diagnosis("hardware_fault", sure, verdict, fix, [*lines, f"differs: {', '.join(blame.names[:8])}"])
 
 
 def bad_inputs(e: Evidence) -> Diagnosis | None:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from stabletrain.buffers import SavedBuffers
 from stabletrain.errors import ConfigError
 from stabletrain.guard.checks.comparing import Compared
+from stabletrain.guard.checks.neighbours import MODES, NO_SHIFT, Blame, Shift, Table
 from stabletrain.guard.checks.repeats import (
     NO_REPEAT,
     Judge,
@@ -60,14 +61,16 @@ class Finding:
     """What is known about a repetition with a different result, on the host.
 
     Attributes:
-        part: `gradient` or `update`.
-        differs: whether it differed on this rank.
+        part: `gradient`, `update`, or `neighbour` for the gradient of the next rank's micro-batch (`neighbours.py`).
+        differs: whether it differed on this rank; of a comparison of ranks, whether this one is a suspect.
         tensors: names with their differences, largest first.
         third: which result a third computation equals: `first` (the step's own), `second` or `neither`; empty without a
             third computation.
         agreed: number of earlier repetitions with the same bits.
         limit: largest difference allowed; 0 for equal bits.
-        place: device, host and rank.
+        place: device, host and rank; of a comparison of ranks, those of all suspects.
+        blame: of a comparison of ranks; else None.
+        hosts: the suspects' hosts, in a comparison of ranks.
     """
 
     part: str
@@ -77,6 +80,8 @@ class Finding:
     agreed: int
     limit: float
     place: str
+    blame: Blame | None = None
+    hosts: Sequence[str] = ()
 
 
 @dataclass
@@ -167,6 +172,7 @@ class NoRecheck:
         exact: whether the machine of the newest repetition gives the same bits again.
         found: the newest fault; None if there was none.
         compared: the results of the newest repetition, by part.
+        table: what the ranks computed in it for each other; None if they were not compared.
         varies: whether a model's gradients were found to differ without a fault.
     """
 
@@ -177,6 +183,7 @@ class NoRecheck:
     def __init__(self) -> None:
         self.found: Finding | None = None
         self.compared: dict[str, Compared] = {}
+        self.table: Table | None = None
 
     def due(self, step: int) -> bool:
         """Returns whether step number `step`, counted from 0, is repeated: never."""
@@ -191,7 +198,7 @@ class NoRecheck:
 
     def forget(self) -> None:
         """Discards the results of the newest repetition, and so frees their memory."""
-        self.compared, self.found = {}, None
+        self.compared, self.found, self.table = {}, None, None
 
     def of_step(self, state: TrainState, buffers: SavedBuffers, tools: StepTools) -> NoRepeat:
         """Returns what repeats this step's gradient: nothing."""
@@ -225,6 +232,10 @@ class NoRecheck:
         """Returns whether repetitions end with this step, for lack of memory: never."""
         return False
 
+    def news(self) -> str:
+        """Returns why ranks cannot be compared, once: empty."""
+        return ""
+
     def learn(self, reading: Reading) -> None:
         """Does nothing."""
 
@@ -243,18 +254,20 @@ class Recheck(NoRecheck):
     """Repeats a gradient and an update every `every` steps.
 
     Attributes:
-        bounds: for `gradient` and `update`.
+        bounds: for `gradient` and `update`; with `across`, also for `neighbour`.
+        across: whether each rank also computes the next rank's micro-batch.
         stopped: whether repetitions have ended for the whole run, as older versions decided.
         exhausted: whether repetitions have ended in this process, for lack of memory. It is not part of the state: the
             run may be resumed on a larger machine.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, *, across: bool = False) -> None:
         super().__init__()
-        self.every = every
-        self.bounds = {"gradient": Bound(), "update": Bound()}
+        self.every, self.across = every, across
+        self.bounds = {"gradient": Bound(), "update": Bound()} | ({"neighbour": Bound()} if across else {})
         self.stopped = self.exhausted = False
         self._rehearsed: int | None = None
+        self._unlike: dict[str, bool] = {}  # why ranks could not be compared, and whether the user was told
         self._allowed: dict[str, float] = {}  # the limits that the newest repetition was compared with
 
     @property
@@ -292,8 +305,24 @@ class Recheck(NoRecheck):
             return NO_REPEAT
         device = next(state.model.parameters()).device
         self.exact = repeats_exactly(state.model, device)
-        eps = torch.finfo(getattr(tools.precision, "dtype", torch.float32)).eps
-        return RepeatGradient(self.judge_of(state.step, "gradient", eps), state.model, buffers, tools, device)
+        eps, shift = torch.finfo(getattr(tools.precision, "dtype", torch.float32)).eps, NO_SHIFT
+        if self.across and not self.bounds["neighbour"].varies:
+            shift = Shift(tools.parallel, self.exact, self.due(state.step), self._keep)
+        return RepeatGradient(self.judge_of(state.step, "gradient", eps), state.model, buffers, tools, device, shift)
+
+    def _keep(self, table: Table | str) -> None:
+        """Keeps what the ranks computed for each other, or why they are not compared."""
+        if isinstance(table, str):
+            self._unlike.setdefault(table, False)
+        else:
+            self.table = table
+
+    def news(self) -> str:
+        """Returns why ranks cannot be compared, if the user was not told yet; empty otherwise."""
+        why = next((each for each, told in self._unlike.items() if not told), "")
+        if why:
+            self._unlike[why] = True
+        return why
 
     def of_update(self, state: TrainState, parallel: SingleProcess) -> NoRepeat:
         """Returns what repeats the update of one tensor; call it just before the update."""
@@ -336,8 +365,13 @@ class Recheck(NoRecheck):
         return self.bounds[part].agreed
 
     def has_repeated(self, part: str) -> bool:
-        """Returns whether a part ever had the same result again, or one within the limits that are being learnt."""
+        """Returns whether a part ever had the same result again, or one within the limits that are being learnt.
+
+        Of ranks, also whether two of them agree now.
+        """
         bound = self.bounds[part]
+        if part == "neighbour" and self.table is not None and not self.table.unequal.any(dim=1).all():
+            return True
         return bound.agreed > 0 or bound.learnt > 0 or bound.common > 0
 
     def differing_part(self, reading: Reading) -> str:
@@ -354,6 +388,8 @@ class Recheck(NoRecheck):
                     compared = self.compared[part]
                     ratios = compared.ratios if compared.everywhere is None else compared.everywhere
                     self.bounds[part].learn(difference, ratios, self.exact)
+            if self.table is not None:
+                self.bounds["neighbour"].agreed += 1
 
     def runs_out_of_memory(self, reading: Reading) -> bool:
         """Ends repetitions in this process if the step ran out of memory; returns whether it is the first to do so."""
@@ -376,15 +412,20 @@ class Recheck(NoRecheck):
         self.bounds = {part: Bound.of_state(state.get(part, vars(Bound()))) for part in self.bounds}
 
 
-def recheck_every(steps: int) -> NoRecheck:
+def recheck_every(steps: int, across: str = "none") -> NoRecheck:
     """Returns the `Recheck` that repeats every `steps` steps; 0 for never.
 
+    Args:
+        across: `ranks` to compare ranks too, else `none`.
+
     Raises:
-        ConfigError: `steps` is negative.
+        ConfigError: `steps` is negative, or `across` is unknown.
     """
     if steps < 0:
         raise ConfigError(f"guard.recheck_every={steps} is below 0: 250 is the default; 0 repeats nothing")
-    return Recheck(steps) if steps else NoRecheck()
+    if across not in MODES:
+        raise ConfigError(f"guard.recheck_across={across} is not one of {', '.join(MODES)}")
+    return Recheck(steps, across=across == "ranks") if steps else NoRecheck()
 
 
 def repeats_exactly(model: nn.Module, device: torch.device) -> bool:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import SavedBuffers, can_be_written
 from stabletrain.guard.checks.comparing import Compared, compare, sums
+from stabletrain.guard.checks.neighbours import NO_SHIFT, NoShift, Result
 from stabletrain.guard.checks.written import needs_closure
 from stabletrain.machine.determinism import Generators
 from stabletrain.machine.memory import within_memory
 from stabletrain.machine.untouched import attributes_of, put_back_attributes, untouched
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import Number, TrainState
+from stabletrain.records import Batch, Number, TrainState
 from stabletrain.several_optimizers import optimizers_of
 from stabletrain.stability.step_tools import StepTools
 
@@ -27,7 +29,7 @@ class NoRepeat:
 
     difference: Number = 0.0
 
-    def gradient(self, again: Callable[[], Any]) -> None:
+    def gradient(self, again: Callable[[Batch], Any], batch: Batch, loss: Tensor) -> None:
         """Does nothing."""
 
     def update(self, apply: Callable[[Optimizer], Any]) -> Number:
@@ -56,49 +58,73 @@ class RepeatGradient(NoRepeat):
     """
 
     def __init__(
-        self, judge: Judge, model: nn.Module, buffers: SavedBuffers, tools: StepTools, device: torch.device
+        self,
+        judge: Judge,
+        model: nn.Module,
+        buffers: SavedBuffers,
+        tools: StepTools,
+        device: torch.device,
+        shift: NoShift = NO_SHIFT,
     ) -> None:
-        self._judge, self._model, self._buffers, self._tools = judge, model, buffers, tools
+        self._judge, self._model, self._buffers, self._tools, self._shift = judge, model, buffers, tools, shift
         self._generators, self._attributes = Generators.now(device), attributes_of(model)
         self.difference: Number = 0.0
-        self._waiting = tools.parallel.keep_gradients()
+        self._keeps = tools.parallel.keep_gradients()
+        self._waiting = self._keeps or shift is not NO_SHIFT
 
-    def gradient(self, again: Callable[[], Any]) -> None:
+    def gradient(self, again: Callable[[Batch], Any], batch: Batch, loss: Tensor) -> None:
         """If this is the first micro-batch, runs it again and compares its gradients with those of the first run.
 
         Args:
-            again: runs forward and backward of that micro-batch, without communication.
+            again: runs forward and backward of a micro-batch, without reducing gradients; its result has a `loss`.
+            batch: the micro-batch, on the device.
+            loss: of it, 0-d.
         """
         if not self._waiting:
             return
         self._waiting = False
         named = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
-        first = self._tools.parallel.own_gradients([*named.values()])
-        compared = None if first is None else self._compare(named, first, again)
-        ratios = torch.zeros(len(named), device=self._generators.device) if compared is None else compared.ratios
-        self.difference = over_ranks(compared, ratios, self._judge, self._tools.parallel)
+        run = partial(self._run, again)
+        own = partial(run, batch, self._generators)
+        if not self._keeps:
+            difference = torch.zeros((), device=self._generators.device)
+        else:
+            first = self._tools.parallel.own_gradients([*named.values()])
+            compared = None if first is None else self._compare(named, first, own)
+            ratios = torch.zeros(len(named), device=self._generators.device) if compared is None else compared.ratios
+            difference = over_ranks(compared, ratios, self._judge, self._tools.parallel)
+            own = partial(_same, None if first is None else [loss, *first])
+        names = ["loss", *named]
+        self.difference = self._shift.judged(difference, batch, self._generators, run, own, names, repeated=self._keeps)
+
+    def _run(self, again: Callable[[Batch], Any], batch: Batch, generators: Generators) -> Result:
+        """Runs a micro-batch from the beginning of the step, without a trace."""
+        with self._rewound(generators), torch.enable_grad():
+            # It catches an error inside: the memory of the run is then free before everything is restored.
+            return self._tools.parallel.own_backward(self._model, lambda: again(batch).loss.total)
 
     def _compare(
-        self, named: Mapping[str, Tensor], first: Sequence[Tensor | None], again: Callable[[], Any]
+        self, named: Mapping[str, Tensor], first: Sequence[Tensor | None], run: Callable[[], Result]
     ) -> Compared | None:
         """Compares gradients with those of a second run; None if there was not enough memory."""
-        with self._rewound(), torch.enable_grad():
-            # Catch an error inside: the memory of the second run is then free before everything is restored.
-            done = within_memory(lambda: (again(), True))
-            second = [parameter.grad for parameter in named.values()]
-        if done is None:
+        if (second := run()) is None:
             return None
-        pairs = [*zip(named, first, second, strict=True)]
+        pairs = [*zip(named, first, second[1:], strict=True)]
         return within_memory(lambda: compare(pairs, self._generators.device, generators=self._generators))
 
     @contextmanager
-    def _rewound(self) -> Generator[None]:
-        """Sets buffers, generators, gradients and attributes to the beginning of the step; restores them on exit."""
+    def _rewound(self, generators: Generators) -> Generator[None]:
+        """Sets buffers, gradients, attributes and generators as for the step's beginning; restores them on exit."""
         with untouched(self._model, self._generators.device):
             self._buffers.put_back()
             put_back_attributes(self._attributes)
-            self._generators.set()
+            generators.set()
             yield
+
+
+def _same(result: Result) -> Result:
+    """Returns a result that is known already."""
+    return result
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class SkipGuard(KeepingGuard):
         checksum_every: updates between two comparisons of the state with what the last update left (`state_check.py`);
             0 for none, None for as often as costs little.
         recheck_every: steps between two repetitions of a gradient and an update (`recheck.py`); 0 for none.
+        recheck_across: `ranks` also compares a gradient with that of another rank (`neighbours.py`); `none` does not.
         check_update: whether updates of an optimizer that is not proven to be safe are checked (`update_check.py`).
         slow: what happens after a slow spike (`slow.py`): `off`, `alarm`, or with a `RollbackGuard` `rollback`.
         slow_rate: false alarms of slow spikes in 100,000 clean steps for which their threshold is chosen.
@@ -70,6 +71,7 @@ class SkipGuard(KeepingGuard):
     max_consecutive: int = 100
     checksum_every: int | None = None
     recheck_every: int = 250
+    recheck_across: str = "none"
     check_update: bool = True
     slow: str = "alarm"
     slow_rate: float = 0.1
@@ -106,7 +108,7 @@ class SkipGuard(KeepingGuard):
             )
         if not isinstance(self.check_update, bool):
             raise ConfigError(f"guard.check_update={self.check_update} is neither true nor false")
-        self.recheck = recheck_every(self.recheck_every)
+        self.recheck = recheck_every(self.recheck_every, self.recheck_across)
         self.update_check = UpdateCheck() if self.check_update else NoUpdateCheck()
         self._reset_detectors()
 
