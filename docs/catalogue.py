@@ -6,7 +6,8 @@
 Two stages (the protocol of arXiv 2309.14322, as `experiment=catalogue` has it):
 
 - screen: every knob at four learning rates with two seeds.
-- full: the knobs that the screen tells apart from the defaults, at seven rates, with three seeds, at two depths.
+- full: the knobs that the screen tells apart beyond the chance of its many intervals, at seven rates, with three
+  seeds, at two depths.
 
 Each number is computed from the runs' files, but time and memory of a step, which are those of
 `python benchmarks/catalogue.py multirun/catalogue/cost.json`.
@@ -212,12 +213,14 @@ class Effect(NamedTuple):
         best: of the loss at the better rate of each.
         sensitivity: of the sensitivity.
         diverged: how many more of its runs diverged.
+        chance: how probable the less probable of the two differences in loss is where there is none.
     """
 
     grid: Interval
     best: Interval
     sensitivity: Interval
     diverged: int
+    chance: float
 
     @property
     def told_apart(self) -> bool:
@@ -237,10 +240,11 @@ def effect(row: Row, other: Row) -> Effect:
     sensitivities = of_independent([own[pair] - others[pair] for pair in pairs])
     if len(pairs) >= 4:  # enough pairs for the spread of each number itself
         means = [statistics.fmean(differences[rate, pair] for rate in row.rates) for pair in pairs]
-        return Effect(of_independent(means), of_independent(best), sensitivities, diverged)
+        intervals = of_independent(means), of_independent(best)
+        return Effect(*intervals, sensitivities, diverged, min(chance(each, each.count - 1) for each in intervals))
     spread, degrees = pooled(differences)
-    grid = around([*differences.values()], spread, degrees)
-    return Effect(grid, around(best, spread, degrees), sensitivities, diverged)
+    intervals = around([*differences.values()], spread, degrees), around(best, spread, degrees)
+    return Effect(*intervals, sensitivities, diverged, min(chance(each, degrees) for each in intervals))
 
 
 def pooled(differences: Mapping[Place, float]) -> tuple[float, int]:
@@ -259,6 +263,24 @@ def around(values: Sequence[float], spread: float, degrees: int) -> Interval:
         return of_independent(values)
     mean, half = statistics.fmean(values), student(degrees) * spread / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half, len(values))
+
+
+def chance(found: Interval, degrees: int) -> float:
+    """Returns how probable a difference as far from 0 is where there is none (Student's t, both sides).
+
+    Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    half = (found.high - found.low) / 2
+    if not math.isfinite(half) or not half:
+        return 1.0 if half or not found.mean else 0.0
+    angle = math.atan(abs(found.mean) / half * student(degrees) / math.sqrt(degrees))
+    odd, term, total = degrees % 2, 1.0, 0.0
+    for number in range(1, degrees // 2 + 1):
+        total += term
+        term *= (2 * number - 1 + odd) / (2 * number + odd) * math.cos(angle) ** 2
+    if odd:
+        return 1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * total)
+    return 1 - math.sin(angle) * total
 
 
 def factor(own: Mapping[Place, float], others: Mapping[Place, float], bits: bool = False) -> Interval:
@@ -338,9 +360,19 @@ def run(folder: Path, jobs: int) -> None:
     train(folder, "full", [kind for kind in KINDS if kind.name in wanted], jobs)
 
 
+FAMILY = 0.05
+"""How probable it may be that the full grid has any row for a difference in loss that is chance."""
+
+
 def of_full_grid(screen: Mapping[str, Row]) -> set[str]:
-    """Returns the names of the rows that the screen tells apart, and of those that they are compared with."""
-    wanted = {name for name, each in effects_of(screen).items() if each.told_apart} | {"default"}
+    """Returns the names of the rows that the screen tells apart, and of those that they are compared with.
+
+    Of a hundred 95 % intervals five leave out 0 by chance. So a difference counts here if its probability is below
+    `FAMILY` over the number of intervals (Bonferroni), or if other runs diverged.
+    """
+    found = effects_of(screen)
+    wanted = {name for name, each in found.items() if each.diverged or each.chance < FAMILY / (2 * len(found))}
+    wanted |= {"default"}
     return wanted | {screen[name].kind.beside for name in wanted}
 
 
@@ -373,26 +405,37 @@ def catalogue(folder: Path) -> Iterator[str]:
         f"{2 * (len(screen) - 1)} intervals of knobs that do nothing, one in twenty would leave it out by chance. "
         "The largest attention logit, the largest |log Z| and the least fp16 headroom are those that the monitors "
         f"measured, medians over the runs at {screen['default'].rates[-1]:g}. Time and memory of a step are those of "
-        "`benchmarks/catalogue.py`, relative to the defaults."
+        "`benchmarks/catalogue.py`, relative to the same row."
     )
     yield table(screen, costs)
     yield paragraph(apart(screen))
+    missing = not_run(screen, full)
+    picture = "![Loss over the grid of learning rates, relative to the defaults](catalogue.svg)"
+    if missing:
+        yield picture
     if full:
         yield "## The full grid"
         one = full["default"]
+        also = [kind.name for kind in KINDS if kind.name in full.keys() - of_full_grid(screen)]
         yield paragraph(
-            f"The knobs that the screen tells apart, at {len(one.rates)} rates from {one.rates[0]:g} to "
-            f"{one.rates[-1]:g}, three seeds and two depths. The pairs of a difference are the six grids of the same "
-            "depth and seed. **Sensitivity** is the mean over the rates of the distance to the lowest loss."
+            f"The knobs that the screen tells apart beyond the chance of its {2 * (len(screen) - 1)} intervals "
+            f"(Bonferroni at {FAMILY}){'; trained as well: ' if also else ''}{', '.join(also)}. "
+            f"{len(one.rates)} rates from {one.rates[0]:g} to {one.rates[-1]:g}, three seeds, two depths. The pairs of "
+            "a difference are the six grids of the same depth and seed. **Sensitivity** is the mean over the rates of "
+            "the distance to the lowest loss."
         )
-        if missing := [kind.name for kind in KINDS if kind.name in of_full_grid(screen) - full.keys()]:
-            yield paragraph(f"Not run yet: {', '.join(missing)}.")
+        yield paragraph(f"Not run yet: {', '.join(missing)}.") if missing else picture
         yield full_table(full)
-        yield "![Loss over the grid of learning rates, relative to the defaults](catalogue.svg)"
         yield paragraph(apart(full))
     else:
         yield paragraph("The second stage has not been run.")
     yield effort([run for row in [*screen.values(), *full.values()] for run in row.runs])
+
+
+def not_run(screen: Mapping[str, Row], full: Mapping[str, Row]) -> list[str]:
+    """Returns the names of the rows that the full grid still lacks."""
+    wanted = of_full_grid(screen)
+    return [kind.name for kind in KINDS if kind.name in wanted - full.keys()]
 
 
 def optional(folder: Path, stage: str) -> dict[str, Row]:
@@ -589,11 +632,12 @@ def draw(rows: Mapping[str, Row], file: Path) -> None:
 
 
 def write(folder: Path, docs: Path) -> None:
-    """Writes both pages and the picture."""
+    """Writes both pages, and the picture: of the full grid, or of the screen as long as that is incomplete."""
     pages: Mapping[str, Any] = {"catalogue.md": catalogue, "which_knobs.md": which_knobs}
     for name, page in pages.items():
         (docs / name).write_text("\n\n".join(page(folder)) + "\n", encoding="utf-8")
-    draw(optional(folder, "full") or rows_of(folder, "screen"), docs / "catalogue.svg")
+    screen, full = rows_of(folder, "screen"), optional(folder, "full")
+    draw(screen if not_run(screen, full) else full, docs / "catalogue.svg")
 
 
 def main(typed: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from docs.catalogue import (
     KINDS,
     STAGES,
     Stage,
-    catalogue,
+    chance,
     command,
     effect,
     factor,
@@ -21,6 +21,7 @@ from docs.catalogue import (
     rows_of,
     which_knobs,
 )
+from stabletrain.beside.comparison.intervals import Interval, student
 from stabletrain.config.checks import check
 from tests.beside.comparison.written import write
 from tests.runs import composed
@@ -117,11 +118,45 @@ def test_the_full_grid_has_what_is_told_apart_and_what_it_is_compared_with(runs)
     assert of_full_grid({**rows, WORSE: beside}) == {"default", HELPS, WORSE, NOISE}
 
 
-def test_the_page_says_what_the_full_grid_still_lacks(runs, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "degrees", "wanted"), [(12.706, 1, 0.05), (2.776, 4, 0.05), (8.61, 4, 0.001), (5.408, 7, 0.001)]
+)
+def test_the_chance_of_a_difference_is_that_of_students_table(value, degrees, wanted):
+    found = Interval(value, value - student(degrees), value + student(degrees), degrees + 1)
+    assert chance(found, degrees) == pytest.approx(wanted, rel=2e-3)
+    assert chance(found._replace(mean=-value), degrees) == chance(found, degrees)
+
+
+def test_the_full_grid_has_no_row_that_many_intervals_would_give_by_chance(runs, monkeypatch):
+    rows = rows_of(runs, "screen")
+    apart = effect(rows[HELPS], rows["default"])
+    found = {
+        name: apart._replace(chance=0.0125 / each, diverged=0) for name, each in ((HELPS, 2), (NOISE, 1), (WORSE, 1))
+    }
+    assert all(each.told_apart for each in found.values())
+    monkeypatch.setattr("docs.catalogue.effects_of", lambda _: found)  # three knobs have six intervals
+    assert of_full_grid(rows) == {"default", HELPS}
+    found[NOISE] = found[NOISE]._replace(diverged=1)
+    assert of_full_grid(rows) == {"default", HELPS, NOISE}
+
+
+def test_the_page_says_what_the_full_grid_still_lacks_and_shows_it_once_complete(runs, tmp_path, monkeypatch):
     monkeypatch.setitem(STAGES, "full", Stage("", 8))
+    drawn = []
+    monkeypatch.setattr("docs.catalogue.draw", lambda rows, file: drawn.append({*rows}))
     shutil.copytree(runs / "screen", tmp_path / "screen")
-    shutil.copytree(runs / "screen" / "default", tmp_path / "full" / "default")
-    assert f"\n\nNot run yet: {HELPS}, {WORSE}.\n\n" in "\n\n".join(catalogue(tmp_path))
+    pages = []
+    for names in (["default"], [HELPS, WORSE]):
+        for name in names:
+            folder = name.replace(" ", "_")
+            shutil.copytree(runs / "screen" / folder, tmp_path / "full" / folder)
+        main([str(tmp_path), "--docs", str(tmp_path)])
+        pages.append((tmp_path / "catalogue.md").read_text().partition("## The full grid"))
+    (screen, _, full), (later_screen, _, complete) = pages
+    assert f"\n\nNot run yet: {HELPS}, {WORSE}.\n\n" in full
+    assert "Not run yet" not in complete
+    assert ["catalogue.svg" in part for part in (screen, full, later_screen, complete)] == [True, False, False, True]
+    assert drawn == [{*SHIFT}, {"default", HELPS, WORSE}]
 
 
 def test_runs_that_are_not_over_are_no_row(runs, tmp_path):
