@@ -12,7 +12,6 @@ from docs.catalogue import (
     KINDS,
     STAGES,
     Stage,
-    catalogue,
     chance,
     command,
     effect,
@@ -141,11 +140,23 @@ def test_the_full_grid_has_no_row_that_many_intervals_would_give_by_chance(runs,
     assert of_full_grid(rows) == {"default", HELPS, NOISE}
 
 
-def test_the_page_says_what_the_full_grid_still_lacks(runs, tmp_path, monkeypatch):
+def test_the_page_says_what_the_full_grid_still_lacks_and_shows_it_once_complete(runs, tmp_path, monkeypatch):
     monkeypatch.setitem(STAGES, "full", Stage("", 8))
+    drawn = []
+    monkeypatch.setattr("docs.catalogue.draw", lambda rows, file: drawn.append({*rows}))
     shutil.copytree(runs / "screen", tmp_path / "screen")
-    shutil.copytree(runs / "screen" / "default", tmp_path / "full" / "default")
-    assert f"\n\nNot run yet: {HELPS}, {WORSE}.\n\n" in "\n\n".join(catalogue(tmp_path))
+    pages = []
+    for names in (["default"], [HELPS, WORSE]):
+        for name in names:
+            folder = name.replace(" ", "_")
+            shutil.copytree(runs / "screen" / folder, tmp_path / "full" / folder)
+        main([str(tmp_path), "--docs", str(tmp_path)])
+        pages.append((tmp_path / "catalogue.md").read_text().partition("## The full grid"))
+    (screen, _, full), (later_screen, _, complete) = pages
+    assert f"\n\nNot run yet: {HELPS}, {WORSE}.\n\n" in full
+    assert "Not run yet" not in complete
+    assert ["catalogue.svg" in part for part in (screen, full, later_screen, complete)] == [True, False, False, True]
+    assert drawn == [{*SHIFT}, {"default", HELPS, WORSE}]
 
 
 def test_runs_that_are_not_over_are_no_row(runs, tmp_path):
