@@ -5,8 +5,9 @@
     ddp    gradients: one all-reduce per bucket, once per step
     fsdp   weights: one all-gather per block for each forward and each backward pass, and for the modules outside of
            blocks for each forward pass; gradients: one reduce-scatter per block, once per step
-    both   one small all-gather of a row of numbers (`stabletrain/parallel/distributed.py`), and one all-reduce of
-           BatchNorm's statistics; with fsdp one all-reduce of the lengths of update and weights
+    hsdp   as fsdp, among the ranks of a copy; then one all-reduce per block of each rank's gradients among the copies
+    all    one small all-gather of a row of numbers (`stabletrain/parallel/distributed.py`), and one all-reduce of
+           BatchNorm's statistics; with fsdp and hsdp one all-reduce of the lengths of update and weights
 
 Everything is fp32, as the weights are; but with `precision=bf16` and `fp16`, fsdp gathers the weights of linear layers
 and convolutions in half of the bytes. `precision=bf16_params` is not covered. Collectives use a ring, as NCCL's and
@@ -14,7 +15,8 @@ gloo's do: of B bytes over W ranks, each rank sends B (W-1)/W to all-gather or r
 twice that to all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same
 bytes.
 
-`tests/test_benchmarks_of_traffic.py` compares the collectives, their sizes and the memory with two ranks that train.
+`tests/test_benchmarks_of_traffic.py` compares the collectives, their sizes and the memory with two ranks that train,
+for hsdp with four.
 The command prints the table of docs/scaling.md.
 
 Sources: Li et al., arXiv 2006.15704 (DDP's buckets); Zhao et al., arXiv 2304.11277 (FSDP); Patarasuk and Yuan 2009
@@ -145,6 +147,29 @@ def fsdp(sizes: Sizes, ranks: int, micro_batches: int = 1, reshard_after_forward
     scatters = [Collective("reduce_scatter", whole) for whole in parts]
     lengths = Collective("all_reduce", FP32 * LENGTHS)
     return [*gathers, *scatters, *statistics(sizes), row(len(sizes.shapes), ranks), lengths]
+
+
+class Hybrid(NamedTuple):
+    """The collectives of a `parallel=hsdp` step by the ranks that take part.
+
+    Attributes:
+        within: among the ranks of a copy.
+        between: among the ranks that have the same shards, one of each copy.
+        all: among all ranks.
+    """
+
+    within: list[Collective]
+    between: list[Collective]
+    all: list[Collective]
+
+
+def hsdp(sizes: Sizes, copies: int, shards: int, micro_batches: int = 1, reshard_after_forward: bool = True) -> Hybrid:
+    """Returns the collectives of a `parallel=hsdp` step of copies x shards ranks."""
+    of_all = [*statistics(sizes), row(len(sizes.shapes), copies * shards)]
+    *sharded, lengths = fsdp(sizes._replace(buffers=0), shards, micro_batches, reshard_after_forward)
+    within = [*sharded[:-1], lengths]  # without its row
+    between = [Collective("all_reduce", FP32 * part(shapes, shards)) for shapes in sizes.by_group().values()]
+    return Hybrid(within, between, of_all)
 
 
 def gathered(sizes: Sizes, ranks: int) -> dict[int, int]:

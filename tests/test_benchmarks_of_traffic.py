@@ -49,6 +49,9 @@ CASES: dict[str, list[str]] = {
     "fsdp, bf16": [*TINY_GPT, *UNEVEN, "parallel=fsdp", "grad_accum_steps=2", "precision=bf16"],
 }
 
+COPIES = {"hsdp": [*TINY_GPT, *UNEVEN, "parallel=hsdp", "parallel.shard=2", "precision=fp32"]}
+"""Two copies, each of two ranks."""
+
 KINDS = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather",
@@ -139,6 +142,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def found_of_copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What rank 0 has seen of two copies."""
+    folder = tmp_path_factory.mktemp("copies")
+    forked(2 * RANKS, "-m", "tests.test_benchmarks_of_traffic", str(folder), cwd=ROOT, logs=folder)
+    return json.loads((folder / "found.json").read_text())
+
+
 def sizes_of(overrides: list[str]) -> traffic.Sizes:
     """The sizes of a configuration's model, without allocating it."""
     with composed(*overrides) as cfg, torch.device("meta"):
@@ -169,6 +180,14 @@ def test_a_rank_holds_what_the_formula_says(name: str, found: dict[str, Any]):
     _, memory = expected(CASES[name])
     held = found[name]["held"]
     assert held == {key: getattr(memory, key) for key in held}
+
+
+def test_copies_send_and_hold_what_the_formula_says(found_of_copies: dict[str, Any]):
+    sizes, seen = sizes_of(COPIES["hsdp"]), found_of_copies["hsdp"]
+    hybrid, memory = traffic.hsdp(sizes, 2, RANKS), traffic.held_by_fsdp(sizes, RANKS)
+    calls = [*hybrid.within, *hybrid.between, *hybrid.all]
+    assert seen["calls"] == Counter(f"{call.kind} {call.bytes}" for call in calls)
+    assert seen["held"] == {key: getattr(memory, key) for key in seen["held"]}
 
 
 def test_gradients_lie_in_the_buckets(found: dict[str, Any]):
@@ -249,7 +268,8 @@ def test_the_page_holds_what_the_command_prints(capsys: pytest.CaptureFixture[st
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where = Path(sys.argv[1])
-    results = {name: train(case + SMALL, where / str(number)) for number, (name, case) in enumerate(CASES.items())}
+    cases = CASES if os.environ["WORLD_SIZE"] == str(RANKS) else COPIES
+    results = {name: train(case + SMALL, where / str(number)) for number, (name, case) in enumerate(cases.items())}
     if os.environ["RANK"] == "0":
         (where / "found.json").write_text(json.dumps(results))
     from stabletrain.parallel.ranks import exit_process, leave_process_group

@@ -209,9 +209,12 @@ def name_collectives(model: Any) -> None:
 
 
 def fits(entry: "Entry", group: Sharded) -> bool:
-    """Whether a collective may be the all-gather of a group's weights or the reduction of its gradients."""
-    if entry.operation == "all_gather":
-        return entry.size == group.size
+    """Whether a collective may be the all-gather of a group's weights or the reduction of its gradients.
+
+    Between the copies of HSDP, each rank's part of the gradients is reduced.
+    """
+    if entry.operation in ("all_gather", "all_reduce") and entry.size == group.size:
+        return True
     return entry.operation in ("reduce_scatter", "all_reduce") and entry.size == group.size * group.shards
 
 

@@ -124,6 +124,15 @@ def test_without_frames_the_blocks_of_that_size_are_named(place):
     assert shown(count=2).startswith("rank 0 waits in all_gather of one of blocks.0 to blocks.2 (collective 3); rank 1")
 
 
+def test_the_gradients_that_copies_average_are_named_by_their_module(place):
+    calls = [("all_reduce", ROOT, []), ("all_reduce", BLOCK, [])]
+    for rank in range(2):
+        leave(place, rank, dump(calls[: 2 - rank], 1, members=range(2)))
+    last = "its last was all_reduce of the modules outside of blocks (collective 1)"
+    expected = f"rank 0 waits in all_reduce of one of blocks.0 to blocks.2 (collective 2); rank 1 never came: {last}"
+    assert shown(count=2) == expected
+
+
 def test_a_size_that_fits_no_module_leaves_the_collective_alone(place):
     for rank in range(2):
         leave(place, rank, dump([("all_reduce", 3, []), ("broadcast", 5, [])][: 2 - rank], 1, members=range(2)))

@@ -24,9 +24,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.beside]  # some runs have in
 
 COPIES = ["parallel=hsdp", "parallel.shard=2"]
 AS_ONE = {
-    "adagc": [*GPT, "clipping=adagc", "clipping.warmup_steps=2", "clipping.max_norm=0.1"],
+    "adagc": [*GPT, "clipping=adagc", "clipping.warmup_steps=2", "clipping.max_norm=0.1", "grad_accum_steps=2"],
     "muon": [*GPT, "optimizer=muon", "optimizer.per_head=true", "qkclip=kimi", "qkclip.max_logit=1e-3"],
-    "spam": [*GPT, "optimizer=spam", "optimizer.reset_interval=3", "optimizer.warmup_steps=2", "grad_accum_steps=2"],
     "few_rows": FEW_ROWS,
 }
 ALWAYS = ["monitors=none", "log_every=1", "schedule=constant", "warmup=none", "precision=fp32"]
