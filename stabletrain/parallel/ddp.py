@@ -124,7 +124,7 @@ class DDP(Distributed):
         if self._kept is not None:
             found = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
             # An error must not leave this hook: the other ranks wait for the bucket.
-            kept = within_memory(lambda: {parameter: gradient.clone() for parameter, gradient in found})
+            kept = within_memory(lambda: {parameter: copied_as(parameter, each) for parameter, each in found})
             self._kept = None if kept is None else self._kept | kept
         # In fp32: squares of fp16 gradients would overflow, and bf16 would round the sum to 8 bits.
         self._own.append(torch.linalg.vector_norm(bucket.buffer(), dtype=torch.float32))
@@ -161,6 +161,17 @@ class DDP(Distributed):
     def norms_from_rows(self, norms: GradNorms, rows: Tensor) -> GradNorms:
         """Returns the largest norm over the ranks; NaN if any is NaN."""
         return GradNorms(total=torch.amax(rows[:, 0]), each=norms.each)
+
+
+def copied_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Copies a gradient out of a bucket, where its values lie in the parameter's order, such as `channels_last`.
+
+    `GradBucket.gradients` reads them in row-major order, whatever the parameter's is.
+    """
+    reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+    if gradient.layout == torch.strided and gradient.is_contiguous() and reach == parameter.numel():
+        gradient = gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
+    return gradient.clone()
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -7,7 +7,7 @@ import pytest
 
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import on_demand
-from tests.runs import TINY_GPT
+from tests.runs import TINY_GPT, TINY_RESNET
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -34,6 +34,13 @@ CASES = {
             "across parts ": ["guard.recheck_every=1", "grad_accum_steps=2"],
             "plain parts ": ["guard.recheck_every=0", "guard.recheck_across=none", "grad_accum_steps=2"],
         }.items()
+    },
+    "across images": {
+        "overrides": [
+            *TINY_RESNET,
+            *("model.depth=8", "monitors=none", "checkpoint=off", "steps=3", "guard=skip", "parallel=ddp"),
+            *("guard.recheck_every=1", "guard.recheck_across=ranks"),
+        ]
     },
     "two suspects": {"overrides": [*ACROSS, "parallel=ddp", "guard.recheck_every=2"], "wrong": [3, 1]},
     "unknown": {"overrides": [*ACROSS, "parallel=ddp", "guard.recheck_every=2"], "wrong": [0, 1]},
@@ -119,6 +126,13 @@ def test_ranks_get_equal_bits_from_the_same_micro_batch_and_change_none(two, sha
             assert "'neighbour': {'varies': False, 'agreed': 6" in seen[compared]["parts"]["guard"]
         events = [each["event"] for each in read_jsonl(shared_place / "recheck_two" / compared / "events.jsonl")]
         assert not [each for each in events if each.startswith("recheck")]
+
+
+def test_ranks_agree_on_images_and_buffers_too(two):
+    for seen in two:
+        assert seen["across images"]["error"] is None, seen["across images"]["message"]
+        assert [reading["recheck"] for reading in seen["across images"]["readings"]] == [0.0] * 3
+        assert "'neighbour': {'varies': False, 'agreed': 3" in seen["across images"]["parts"]["guard"]
 
 
 @pytest.mark.beside
