@@ -288,21 +288,30 @@ FLOPS = 0.40 * 989e12
 
 
 def line(example: Example, kind: str, cards: int) -> str:
-    """Returns a line of the table."""
+    """Returns a line of the table. The copies of hsdp have a machine each."""
     sizes, sequences = example.sizes, SEQUENCES // cards
     in_blocks = zip(sizes.shapes, sizes.groups, strict=True)
     sizes = sizes._replace(casts=tuple(bool(group) and len(shape) == 2 for shape, group in in_blocks))
     micro_batches = -(-sequences // example.at_once)
+    within: list[Collective] = []
+    between: list[Collective] = []
     if kind == "ddp":
         calls, held = ddp(sizes, cards), held_by_ddp(sizes, micro_batches)
-    else:
+    elif kind == "fsdp":
         calls, held = fsdp(sizes, cards, micro_batches), held_by_fsdp(sizes, cards, micro_batches)
-    sent = sum(call.sent(cards) for call in calls)
-    sending = sent / (NVLINK if cards <= NODE else INFINIBAND)
+    else:
+        within, between, calls = hsdp(sizes, cards // NODE, NODE, micro_batches)
+        held = held_by_fsdp(sizes, NODE, micro_batches)
+    of_ranks = ((within, NODE), (between, cards // NODE), (calls, cards))
+    in_machine, *across = (sum(call.sent(ranks) for call in each) for each, ranks in of_ranks)
+    sent = in_machine + sum(across)
+    sending = in_machine / NVLINK + sum(across) / (NVLINK if cards <= NODE else INFINIBAND)
+    small = [call for call in calls if call.kind == "all_gather"][-1].sent(cards)
+    messages = sum(call.messages(ranks) for each, ranks in of_ranks for call in each)
     computing = 6 * sizes.parameters * sequences * example.context / FLOPS
     return (
-        f"| {example.name} | {kind} | {cards:,} | {micro_batches} | {len(calls):,} "
-        f"| {sum(call.messages(cards) for call in calls):,} | {sent / 1e9:,.2f} | {calls[-1].sent(cards) / 1e3:,.1f} "
+        f"| {example.name} | {kind} | {cards:,} | {micro_batches} | {len(within) + len(between) + len(calls):,} "
+        f"| {messages:,} | {sent / 1e9:,.2f} | {small / 1e3:,.1f} "
         f"| {held.card / 1e9:,.1f} | {held.state / 1e9:,.2f} "
         f"| {1e3 * sending:,.0f} | {1e3 * computing:,.0f} | {sending / computing:.0%} |"
     )
@@ -319,8 +328,8 @@ def main() -> None:
     print(f"| {' | '.join(HEADS)} |")
     print("|---" * len(HEADS) + "|")
     for example in EXAMPLES:
-        for kind in ("ddp", "fsdp"):
-            for cards in CARDS:
+        for kind in ("ddp", "fsdp", "hsdp"):
+            for cards in CARDS[kind == "hsdp" :]:  # on one machine, hsdp is fsdp
                 print(line(example, kind, cards))
 
 

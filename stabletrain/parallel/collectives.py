@@ -132,13 +132,16 @@ class Sharded(NamedTuple):
 
     Attributes:
         name: its module's; empty for the model itself.
-        size: numbers that each rank contributes, with padding.
+        size: elements of each rank's shard, with padding.
         shards: number of ranks that hold a part.
+        gathered: what each rank contributes when the weights are gathered: elements, or bytes if some are gathered in
+            another precision than others; `size` if None.
     """
 
     name: str
     size: int
     shards: int
+    gathered: int | None = None
 
 
 @dataclass(frozen=True)
@@ -191,21 +194,33 @@ def name_collectives(model: Any) -> None:
     """Remembers the names and sizes of a model's parameters, after it was sharded."""
     from torch.distributed.fsdp import FSDPModule
 
+    from stabletrain.parallel.gathered import gathered_dtype
     from stabletrain.parallel.shards import shards_of
 
     modules = dict(model.named_modules())
     owners = [name for name, module in modules.items() if isinstance(module, FSDPModule)]
-    sizes: dict[str, list[int]] = {name: [0, 1] for name in owners}
-    whole = []
+    shards: dict[str, list[tuple[int, Any]]] = {name: [] for name in owners}
+    whole, ranks = [], 1
     for name, parameter in model.named_parameters():
         mine = [owner for owner in owners if not owner or name.startswith(f"{owner}.")]
         if not mine or not hasattr(parameter, "placements"):
             whole.append((name, parameter.numel()))
             continue
-        owner, shards = max(mine, key=len), shards_of(parameter)
+        ranks = shards_of(parameter)
         rows, *rest = parameter.shape or (1,)
-        sizes[owner] = [sizes[owner][0] + -(-rows // shards) * prod(rest), shards]
-    _NAMES[0] = Names([Sharded(name, *sizes[name]) for name in owners if sizes[name][0]], whole)
+        shards[max(mine, key=len)].append((-(-rows // ranks) * prod(rest), gathered_dtype(parameter)))
+    _NAMES[0] = Names([sharded(name, own, ranks) for name, own in shards.items() if own], whole)
+
+
+def sharded(name: str, shards: Sequence[tuple[int, Any]], ranks: int) -> Sharded:
+    """Returns what FSDP gathers together, from sizes and dtypes of a rank's shards.
+
+    FSDP sends shards of more than one dtype as bytes.
+    """
+    size = sum(count for count, _ in shards)
+    if len({dtype for _, dtype in shards}) == 1:
+        return Sharded(name, size, ranks, size)
+    return Sharded(name, size, ranks, sum(count * dtype.itemsize for count, dtype in shards))
 
 
 def fits(entry: "Entry", group: Sharded) -> bool:
@@ -213,7 +228,9 @@ def fits(entry: "Entry", group: Sharded) -> bool:
 
     Between the copies of HSDP, each rank's part of the gradients is reduced.
     """
-    if entry.operation in ("all_gather", "all_reduce") and entry.size == group.size:
+    if entry.operation == "all_gather":
+        return entry.size == (group.size if group.gathered is None else group.gathered)
+    if entry.operation == "all_reduce" and entry.size == group.size:
         return True
     return entry.operation in ("reduce_scatter", "all_reduce") and entry.size == group.size * group.shards
 
@@ -351,6 +368,10 @@ def parsed(dumps: Iterable[Mapping[str, Any]]) -> Record:
             operation = operation.strip("_").removesuffix("_base").removesuffix("_into_tensor")
             seq, created = int(each["collective_seq_id"]), int(each["time_created_ns"])
             entry = Entry(seq, operation, size, each["state"], bool(each.get("retired")), created, passed(each))
+            if of_group and seq < next(
+                reversed(of_group)
+            ):  # the recorder outlives a group: here a later one of this name begins
+                of_group.clear()
             of_group.setdefault(entry.seq, entry)  # coalesced collectives have one number: the first stands for all
     return Record(entries, members)
 

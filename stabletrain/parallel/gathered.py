@@ -94,3 +94,10 @@ def gather_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         return None if out is not None else (Gathered(outputs[0][:rows], wide), ())
 
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+    shard.gathered_dtype = dtype
+
+
+def gathered_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Returns in which dtype FSDP2 gathers a sharded parameter."""
+    shard = parameter._local_tensor  # ty: ignore[missing-attribute]
+    return getattr(shard, "gathered_dtype", shard.dtype)

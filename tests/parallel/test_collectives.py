@@ -256,6 +256,24 @@ def test_the_record_of_gloo_is_written_and_read(place, group_of_one):
     assert [file.name for file in place.iterdir()] == ["rank-0.json"]
 
 
+def test_a_record_begins_with_the_last_group_of_a_name(place):
+    earlier, later = dump(STEP, 4), dump(STEP[:2], 2)
+    found = collectives.parsed([{"entries": [*earlier["entries"], *later["entries"]]}])
+    assert found.entries == collectives.parsed([later]).entries
+
+
+def test_weights_that_are_gathered_in_several_precisions_are_known_by_their_bytes():
+    narrow, wide = torch.bfloat16, torch.float32
+    assert collectives.sharded("a", [(30, narrow), (12, narrow)], 2) == Sharded("a", 42, 2, 42)
+    mixed = collectives.sharded("a", [(30, narrow), (12, wide)], 2)
+    assert mixed == Sharded("a", 42, 2, 108)
+    entry = next(iter(collectives.parsed([dump([(GATHER, 108, FORWARD)], 1)]).entries["nccl", "0"].values()))
+    assert [collectives.fits(entry._replace(size=size), mixed) for size in (108, 42)] == [True, False]
+    assert [collectives.fits(entry._replace(operation="all_reduce", size=size), mixed) for size in (42, 84)] == [
+        True
+    ] * 2
+
+
 def test_a_model_that_is_not_sharded_is_named_by_its_parameters():
     collectives.name_collectives(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
     assert [Names([], [("0.weight", 6), ("0.bias", 3), ("1.weight", 3), ("1.bias", 1)])] == collectives._NAMES
