@@ -40,9 +40,7 @@ def on_page_markdown(markdown, **_):
 def on_post_page(output, page, **_):
     """Loads the script from the site itself."""
     if SCRIPT not in output:
-        raise PluginError(
-            f"the theme no longer loads {SCRIPT}: see whether search from the disk works, and adapt {COPY}"
-        )
+        raise PluginError(f"the theme no longer loads {SCRIPT}: does search work in pages opened from the disk?")
     return output.replace(SCRIPT, get_relative_url(COPY, page.url))
 
 

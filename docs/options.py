@@ -1,7 +1,7 @@
 """The reference of all config groups: the lines of `reference/options.md` and of one page for each group.
 
-`python docs/tables.py` writes them; `tests/test_docs_reference.py` compares them, and says which key lacks what. Nothing
-is written twice:
+`python docs/tables.py` writes them. `tests/test_docs_reference.py` compares them, and says which key lacks what. What
+they say is written once, elsewhere:
 
 | column | from |
 |---|---|
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 
 GROUPS = {
-    "activation_checkpointing": "Saves memory: computes activations again in the backward pass instead of keeping them.",
+    "activation_checkpointing": "Saves memory: activations are computed again in the backward pass, not kept.",
     "attention_gate": "A gate on the output of attention, against attention sinks and spikes.",
     "averaging": "An average of the weights over time, evaluated and saved beside the weights.",
     "check": "Checks before the first step: parameters, groups, data, number range.",
@@ -339,13 +339,13 @@ def overview() -> Iterator[str]:
     yield MADE
     yield "# All options"
     yield (
-        "Type `group=option` to choose an option, and `group.key=value` to set one of its keys. `python train.py --help` "
-        "prints the same for the options chosen on its command line, and `--cfg job` the values as YAML."
+        "Type `group=option` to choose an option, and `group.key=value` to set one of its keys. "
+        "`python train.py --help` lists the options, and the values of those chosen on its command line."
     )
     yield "```bash\npython train.py clipping=zclip clipping.z_threshold=3.0 steps=200\n```"
     yield (
-        "A value out of its bound, a key that does nothing, and an option that does not fit the others are refused before "
-        "anything is built: [what is refused](../refused.md). Which of these to set: "
+        "A value out of its bound, a key that does nothing, and an option that does not fit the others are refused "
+        "before anything is built: [what is refused](../refused.md). Which of these to set: "
         "[which knobs for which trouble](../which_knobs.md)."
     )
     yield "## Groups"
@@ -369,8 +369,8 @@ def page(group: str) -> Iterator[str]:
     yield "## Options"
     if group == "experiment":
         yield (
-            "The command of each is in its file, `conf/experiment/<option>.yaml`, with what it measured, if it has been "
-            "run."
+            "The file of each, `conf/experiment/<option>.yaml`, begins with its commands, and with what was measured if it "
+            "has been run."
         )
         yield table(
             ["option", "what it is", "command", "sets"],
@@ -387,10 +387,9 @@ def page(group: str) -> Iterator[str]:
     if any(each.keys for each in found):
         yield "## Keys"
         keys = key_table(found, "../../")
-        named = (
-            " A default without a name is that of the options that no other default names." if "`, `" in keys else ""
-        )
-        yield f"Type `{group}.<key>=<value>`, for a key of the chosen option.{named}"
+        several = re.search(r"`, `[^`]+` \([a-z]", keys)
+        first = " The first default is that of all options that no later one names." if several else ""
+        yield f"Type `{group}.<key>=<value>`, for a key of the chosen option.{first}"
         yield keys
     if rules := [rule for rule in RULES if any(key.partition(".")[0] == group for key in rule.keys.split())]:
         rules = [rule for rule in rules if rule not in TYPES and not bound(re.sub("^{override} ", "", rule.message))]
@@ -433,10 +432,8 @@ def key_table(found: Sequence[Option], up: str) -> str:
             shared = "all with keys" if several else ""
         elif of_kind := [kind for kind, those in kinds.items() if names == those]:
             shared = f"all for {of_kind[0]}"
-        # The first default is that of all options which no later one names.
-        values = [
-            code(v) + (f" ({', '.join(names)})" if at else "") for at, (v, names) in enumerate(by_default.items())
-        ]
+        (first, _), *later = by_default.items()
+        values = [code(first), *(f"{code(value)} ({', '.join(those)})" for value, those in later)]
         cells = [f"`{name}`", ", ".join(values), escaped(as_code(limits)), text(effect, up)]
         lines.append([cells[0], shared, *cells[1:]] if several else cells)
     return table(["key", *(["of"] if several else []), "default", "bound", "effect"], lines)
