@@ -207,6 +207,7 @@ def classes(module: str) -> dict[str, ast.ClassDef | ast.FunctionDef]:
     """Returns the classes and functions of a module, or of all modules of a package, by name."""
     place = ROOT / module.replace(".", "/")
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    files = [file for file in files if file.is_file()]  # the core is tested without the folder beside it
     nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
 
@@ -369,8 +370,8 @@ def page(group: str) -> Iterator[str]:
     yield "## Options"
     if group == "experiment":
         yield (
-            "The file of each, `conf/experiment/<option>.yaml`, begins with its commands, and with what was measured if it "
-            "has been run."
+            "The file of each, `conf/experiment/<option>.yaml`, begins with its commands, and with what was measured, "
+            "if anything was."
         )
         yield table(
             ["option", "what it is", "command", "sets"],
@@ -388,7 +389,7 @@ def page(group: str) -> Iterator[str]:
         yield "## Keys"
         keys = key_table(found, "../../")
         several = re.search(r"`, `[^`]+` \([a-z]", keys)
-        first = " The first default is that of all options that no later one names." if several else ""
+        first = " A default belongs to the options named after it; the first one, to all others." if several else ""
         yield f"Type `{group}.<key>=<value>`, for a key of the chosen option.{first}"
         yield keys
     if rules := [rule for rule in RULES if any(key.partition(".")[0] == group for key in rule.keys.split())]:
