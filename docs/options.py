@@ -292,9 +292,9 @@ def bounds() -> dict[tuple[str, str], list[str]]:
             found.setdefault((option, said[1]), []).append(text)
     for rule in RULES:
         if rule.keys not in (ANY_KEY, ANY_TYPED):
-            said = re.match(r"{override} (.*)", rule.message)
-            for key in rule.keys.split() if said and bound(said[1]) else []:
-                found.setdefault(("", key), []).append(bound(said[1]))
+            text = bound(re.sub("^{override} ", "", rule.message))
+            for key in rule.keys.split() if text else []:
+                found.setdefault(("", key), []).append(text)
     return {place: [*dict.fromkeys(texts)] for place, texts in found.items()}
 
 
