@@ -1,7 +1,7 @@
 """Writes the tables of the package into their pages: `python docs/tables.py`. `tests/test_docs.py` compares them.
 
 They are those of `config/rules.py`, of `config/resuming.py`, and of `tests/refusals/refused.txt`: every refused command
-with its message.
+with its message; and the pages of `reference/`, which `options.py` makes.
 """
 
 import re
@@ -113,7 +113,13 @@ def with_commands(text: str) -> str:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # `docs` is not installed
+    from docs.options import pages
+
     for page, table in TABLES.items():
         file = Path(__file__).with_name(page)
         text = with_table(file.read_text(encoding="utf-8"), [*table()])
         file.write_text(with_commands(text) if COMMANDS in text else text, encoding="utf-8")
+    for place, text in pages().items():
+        (file := Path(__file__).parent / place).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")

@@ -1,0 +1,1 @@
+"""The commands of one run: `train`, `prepare`, `sample`, `diagnose`, `replay`."""

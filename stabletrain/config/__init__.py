@@ -1,0 +1,1 @@
+"""From the words on the command line to a checked configuration."""

@@ -1,0 +1,1 @@
+"""Data sets: which samples a step reads, by its number, and their way to the device."""

@@ -1,0 +1,1 @@
+"""The machine: card and build of PyTorch, determinism, compilation, memory, signals, Slurm."""

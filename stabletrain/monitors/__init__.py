@@ -1,0 +1,1 @@
+"""Measures norms, activations, attention and curvature while the model trains; changes nothing."""

@@ -1,0 +1,1 @@
+"""What acts in a step: precision, clipping, schedule, optimizers, objective, initialisation."""

@@ -1,0 +1,1 @@
+"""Builds a run and decides when a step is computed, judged, logged, evaluated, saved or undone."""

@@ -1,0 +1,1 @@
+"""`stabletrain export`: a trained model as files for other programs."""

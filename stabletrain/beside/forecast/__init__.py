@@ -1,0 +1,1 @@
+"""Says ahead of time which monitored signal will reach its threshold, and how likely trouble is."""

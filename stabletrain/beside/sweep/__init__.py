@@ -1,0 +1,1 @@
+"""Several runs from one command, on this machine."""
