@@ -2,7 +2,7 @@
 # Runs everything that needs a GPU in ten minutes on one H100 or H200: the benchmarks and the tests marked gpu (laws 3,
 # 4 and 5, no step waits, strict determinism, precisions, NCCL with one rank). Ends with three tables: what each part
 # shows and whether it ran; what each test shows, and its verdict; which targets are met, and by which part. On a GPU it
-# also writes the section "On a card" of docs/results.md.
+# also writes the section "On a card" of docs/evidence/results.md.
 #
 #   benchmarks/gpu.sh [folder]                  writes to ./gpu-results, or to the given folder
 #   benchmarks/gpu.sh --only tests,fp8 [folder] only these parts

@@ -1,4 +1,4 @@
-"""Figures of docs/stability.md: growth under each init, cost and effect of clipping, cost of the rolling statistics.
+"""Figures of docs/reference/knobs.md: growth under each init, clipping's cost and effect, rolling statistics' cost.
 
     OMP_NUM_THREADS=1 python benchmarks/knobs.py
     OMP_NUM_THREADS=1 python benchmarks/knobs.py --only init

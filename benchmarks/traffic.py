@@ -17,7 +17,7 @@ bytes.
 
 `tests/test_benchmarks_of_traffic.py` compares the collectives, their sizes and the memory with two ranks that train,
 for hsdp with four.
-The command prints the table of docs/scaling.md.
+The command prints the table of docs/evidence/scaling.md.
 
 Sources: Li et al., arXiv 2006.15704 (DDP's buckets); Zhao et al., arXiv 2304.11277 (FSDP); Patarasuk and Yuan 2009
 (the ring).
@@ -257,7 +257,7 @@ def some_or_all(groups: dict[int, int], *, everything: bool) -> int:
     return groups.get(0, 0) + sum(inside if everything else inside[-2:])
 
 
-# ---- the tables of docs/scaling.md
+# ---- the tables of docs/evidence/scaling.md
 
 
 class Example(NamedTuple):

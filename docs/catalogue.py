@@ -648,7 +648,9 @@ def main(typed: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--run", action="store_true", help="first train the runs that are missing there")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="knobs trained at once; default: %(default)s")
-    parser.add_argument("--docs", type=Path, default=HERE, help="where the pages are written; default: %(default)s")
+    parser.add_argument(
+        "--docs", type=Path, default=HERE / "evidence", help="where the pages are written; default: %(default)s"
+    )
     chosen = parser.parse_args(typed)
     try:
         if chosen.run:

@@ -346,8 +346,8 @@ def overview() -> Iterator[str]:
     yield "```bash\npython train.py clipping=zclip clipping.z_threshold=3.0 steps=200\n```"
     yield (
         "A value out of its bound, a key that does nothing, and an option that does not fit the others are refused "
-        "before anything is built: [what is refused](../refused.md). Which of these to set: "
-        "[which knobs for which trouble](../which_knobs.md)."
+        "before anything is built: [what is refused](refused.md). Which of these to set: "
+        "[which knobs for which trouble](../evidence/which_knobs.md)."
     )
     yield "## Groups"
     rows = []
@@ -407,7 +407,7 @@ def page(group: str) -> Iterator[str]:
     yield "## On resume"
     yield (
         f"Another option of this group is *{row.kind}* in a resumed run: {as_code(row.text)}"
-        f"{f'; {as_code(row.fix)}' if row.fix else ''}. [What a resume may change](../../resume.md)"
+        f"{f'; {as_code(row.fix)}' if row.fix else ''}. [What a resume may change](../resume.md)"
     )
 
 
@@ -452,7 +452,7 @@ def text(words: str, up: str = "../../") -> str:
     words = re.sub(r"(?<![\w`])[\w./]+=<[^>]*>", lambda found: f"`{found[0]}`", words)
     words = re.sub(r"(?<!`)\[[\w, .*]*\*[\w, .*]*\]", lambda found: f"`{found[0]}`", words)
     words = escaped(as_code(words))
-    words = re.sub(r"\bdocs/(\w+)\.md", rf"[\1.md]({up}\1.md)", words)
+    words = re.sub(r"\bdocs/((?:\w+/)?(\w+)\.md)", rf"[\2.md]({up}\1)", words).replace(f"{up}reference/", up[3:])
     return linked(words)
 
 

@@ -36,7 +36,7 @@ from stabletrain.tracking.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "docs" / "evidence" / "results.md"
 
 WIDTH = 120
 

@@ -92,10 +92,10 @@ def commands() -> Iterator[str]:
 
 
 COMMANDS = "## Every refused command\n"
-"""The heading of the last part of `refused.md`, which `commands` writes."""
+"""The heading of the last part of `reference/refused.md`, which `commands` writes."""
 
-TABLES = {"refused.md": refused, "resume.md": resumes}
-"""The page of each table."""
+TABLES = {"reference/refused.md": refused, "reference/resume.md": resumes}
+"""The page of each table, by its place in `docs/`."""
 
 
 def with_table(text: str, lines: list[str]) -> str:
@@ -117,7 +117,7 @@ if __name__ == "__main__":
     from docs.options import pages
 
     for page, table in TABLES.items():
-        file = Path(__file__).with_name(page)
+        file = Path(__file__).parent / page
         text = with_table(file.read_text(encoding="utf-8"), [*table()])
         file.write_text(with_commands(text) if COMMANDS in text else text, encoding="utf-8")
     for place, text in pages().items():

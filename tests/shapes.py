@@ -1,4 +1,4 @@
-"""The documented shapes of `--json`, from `docs/json.md`, and what in a value differs from one."""
+"""The documented shapes of `--json`, from `docs/reference/json.md`, and what in a value differs from one."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.runs import ROOT
 
-PAGE = ROOT / "docs" / "json.md"
+PAGE = ROOT / "docs" / "reference" / "json.md"
 
 WORDS = ("NaN", "Infinity", "-Infinity")
 

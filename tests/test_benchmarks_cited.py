@@ -36,7 +36,7 @@ def used_by(file: Path) -> set[str]:
 
 
 def test_each_benchmark_is_cited_in_docs_or_serves_one_that_is():
-    pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
+    pages = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
     assert any("`benchmarks/gpu.sh`" in page for page in pages)
     cited = set().union(*map(named_in, pages))
     assert cited <= FILES.keys(), "docs/ cites files that do not exist"

@@ -262,7 +262,7 @@ def test_the_command_prints_a_line_for_each_case(capsys: pytest.CaptureFixture[s
 
 def test_the_page_holds_what_the_command_prints(capsys: pytest.CaptureFixture[str]):
     traffic.main()
-    assert capsys.readouterr().out in (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in (ROOT / "docs" / "evidence" / "scaling.md").read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What docs/code_tour.md names exists: the answers of its table, and the path of one training step.
+"""What docs/development/code_tour.md names exists: the answers of its table, and the path of one training step.
 
 The path has at most 15 files and 3,000 lines, so that a reader can follow a step from the command to the weights.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from tests.runs import ROOT
 
-PAGE = ROOT / "docs" / "code_tour.md"
+PAGE = ROOT / "docs" / "development" / "code_tour.md"
 
 ROWS = [
     tuple(cell.strip() for cell in line.strip("|").split("|"))

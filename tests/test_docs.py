@@ -5,11 +5,13 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from docs.tables import TABLES, with_commands, with_table
 from tests.runs import ROOT
+from tests.test_questions import anchors
 from tests.transcripts import PAGES, Transcript, difference, masked, run, transcripts, working_folder
 
 ALL = [found for page in PAGES for found in transcripts(page)]
@@ -21,7 +23,7 @@ SLOW = [found for found in ALL if found.mark == ""]
 NOT_RUN = {"needs a card", "needs W&B", "needs a cluster", "takes minutes", "needs a data set", "run by tests/refusals"}
 """Reasons for which a transcript is not run."""
 
-DOCS = [*(ROOT / "docs").glob("*.md")]
+DOCS = [*(ROOT / "docs").rglob("*.md")]
 
 BANNED = re.compile(r"\b(somebody|whoever|nobody|a person|that which)\b", re.IGNORECASE)
 
@@ -77,7 +79,7 @@ def test_a_table_of_the_code_is_on_its_page(page):
 
 
 def test_the_page_of_refusals_has_every_refused_command():
-    text = (ROOT / "docs" / "refused.md").read_text()
+    text = (ROOT / "docs" / "reference" / "refused.md").read_text()
     assert with_commands(text) == text, "run: python docs/tables.py"
     assert with_commands(text.replace("$ stabletrain train", "$ other", 1)) == text, "a row that differs is replaced"
 
@@ -95,18 +97,38 @@ def test_the_readme_is_short_and_its_step_is_the_real_one():
         assert line in real, f"step.py has no line {line!r}"
 
 
+def listed(*patterns: str) -> list[str]:
+    """The files of the project of these kinds, without recorded runs."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [file for file in files if "fixtures" not in file and (ROOT / file).is_file()]
+
+
+def test_a_page_that_code_or_a_yaml_names_exists_with_its_heading():
+    named = {
+        (file, *found.groups())
+        for file in listed("*.py", "*.yaml", "*.toml", "*.sh", "*.txt")
+        for found in re.finditer(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", (ROOT / file).read_text(encoding="utf-8"))
+    }
+    assert len({page for _, page, _ in named}) > 15
+    for file, page, heading in named:
+        assert (ROOT / page).is_file(), f"{file} names {page}"
+        assert heading is None or heading in anchors((ROOT / page).read_text(encoding="utf-8")), (
+            f"{file}: {page}#{heading}"
+        )
+
+
+def test_a_page_that_is_read_from_top_to_bottom_is_short():
+    pages = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")}
+    assert len(pages) > 10
+    assert {name: words for name, words in pages.items() if words > 1500} == {}
+
+
 def test_no_text_uses_banned_words():
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md", "*.yaml"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
     found = [
         f"{file}:{number}: {match[0]}"
-        for file in listed
-        if file != "tests/test_docs.py" and (ROOT / file).is_file() and "fixtures" not in file
+        for file in listed("*.py", "*.md", "*.yaml")
+        if file != "tests/test_docs.py"
         for number, line in enumerate((ROOT / file).read_text(encoding="utf-8").splitlines(), 1)
         for match in BANNED.finditer(line)
     ]
@@ -116,12 +138,14 @@ def test_no_text_uses_banned_words():
 OF_RUNS = re.compile(r"\b(bit for bit|bit-identical|bitwise equal|same bits)\b")
 """Says that two runs, or a step and its replay, are equal."""
 
-OTHER_EQUALITIES = {"log.md", "objectives.md", "plugins.md", "weights.md"}
-"""Pages that say it of other things: of batches, files, and the versions of this package."""
+OTHER_EQUALITIES = {"activation_checkpointing.md", "log.md", "objectives.md", "plugins.md", "weights.md"}
+"""Pages that say it of other things: of batches, files, parts computed twice, and the versions of this package."""
 
 
-@pytest.mark.parametrize("page", ["README.md", "slurm/README.md", *sorted(f"docs/{p.name}" for p in DOCS)])
+@pytest.mark.parametrize(
+    "page", ["README.md", "slurm/README.md", *sorted(str(page.relative_to(ROOT)) for page in DOCS)]
+)
 def test_a_page_that_promises_equal_bits_says_what_a_card_needs_for_them(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    promised = OF_RUNS.search(text) and page.removeprefix("docs/") not in OTHER_EQUALITIES
+    promised = OF_RUNS.search(text) and Path(page).name not in OTHER_EQUALITIES
     assert not promised or "determinism=strict" in text

@@ -23,7 +23,7 @@ from pathlib import Path
 from tests import forkserver
 from tests.runs import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slurm" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "slurm" / "README.md"]
 
 BLOCK = re.compile(
     r"(?:<!-- transcript(?:: (?P<mark>[^>]*?))? -->\n)?^```\w*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -74,7 +74,7 @@ def transcripts(page: Path) -> Iterator[Transcript]:
 
 SMALLER = {
     "config.yaml": {"batch_size: 16 ": "batch_size: 4 "},
-    "model/gpt_nano.yaml": {"n_layer: 4\n": "n_layer: 1\n"},
+    "model/gpt_nano.yaml": {"n_layer: 4 ": "n_layer: 1 "},
 }
 """By file of `conf/`: what is replaced, so that a step takes a sixteenth of its time."""
 

@@ -8,7 +8,7 @@
 | refused | the checkpoint means something else under the new value |
 
 A group's row judges another option of the group. A key inside a group that keeps its option is refused or free where
-its group is, and otherwise recorded. `docs/resume.md` shows the table. Imports no torch.
+its group is, and otherwise recorded. `docs/reference/resume.md` shows the table. Imports no torch.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The table of what is refused before anything is built: the keys of a rule, its condition, its message and its fix.
 
-`config/checks.py` walks the rows in order; `docs/refused.md` shows them. What an option accepts for its own keys is
-checked in that option's class, and has no row here. Imports no torch.
+`config/checks.py` walks the rows in order; `docs/reference/refused.md` shows them. What an option accepts for its own
+keys is checked in that option's class, and has no row here. Imports no torch.
 
 The type of a key is the type of its default in the YAML, so a plug-in's YAML needs no schema. pydantic (2.14) was
 tried: it imports fast enough (0.08 s), but every key would have to be declared a second time. Its errors know neither

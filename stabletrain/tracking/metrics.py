@@ -205,7 +205,7 @@ def plain(value: Any) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """Prints a value as strict JSON, as `--json` of a command does; its shape is documented in `docs/json.md`."""
+    """Prints a value as strict JSON, as `--json` of a command does; `docs/reference/json.md` shows its shape."""
     say(json.dumps(plain(value), allow_nan=False, indent=2))
 
 

@@ -50,7 +50,7 @@ def after_halt(
     if checkpoint is not None and resumable:
         command = shlex.join([*program(current_ranks()), *resumed_words(typed, folder, resumable[0])])
         lines.append(f"continue  {command}")
-        lines.append(f"          from {checkpoint.name}; docs/resume.md lists what else a resume may change")
+        lines.append(f"          from {checkpoint.name}; docs/reference/resume.md lists what else a resume may change")
     if checkpoint is None or fixes[0] not in resumable:
         words = [*(o for o in typed.options if o not in SWEEP), *own_overrides(typed, fixes[0]), fixes[0]]
         lines.append(f"anew      {shlex.join([*program(current_ranks()), *words])}")

@@ -1,4 +1,4 @@
-"""`--json`: each command prints the shape that `docs/json.md` documents, as strict JSON and nothing else."""
+"""`--json`: each command prints the shape that `docs/reference/json.md` documents, as strict JSON and nothing else."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Runs the example of the guide docs/guard.md."""
+"""Runs the example of the guide docs/reference/guard.md."""
 
 import runpy
 
@@ -12,5 +12,5 @@ def test_the_example_withholds_and_explains_its_two_bad_steps(tmp_path, capsys):
         ("step-00000061", "bad_batch"),
     ]
     assert capsys.readouterr().out.splitlines()[-1].endswith("skipped 2")
-    page = (ROOT / "docs" / "guard.md").read_text()
+    page = (ROOT / "docs" / "reference" / "guard.md").read_text()
     assert guard.incidents[0].lines[0] in page

@@ -1,4 +1,4 @@
-"""The programs of docs/guard.md, before and after: what people write, with and without a guard."""
+"""The programs of docs/reference/guard.md, before and after: what people write, with and without a guard."""
 
 import copy
 import difflib
@@ -84,7 +84,7 @@ def test_without_the_guard_a_bad_batch_ends_the_training(program, network, data)
 def test_the_page_says_how_many_lines_change(name):
     before, after = (lines(getattr(PROGRAMS[name][0], function)) for function in ("plain", "guarded"))
     marks = [line[0] for line in difflib.ndiff(before, after)]
-    page = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "guard.md").read_text(encoding="utf-8")
     [row] = re.findall(rf"\| `examples/{name}` \| .* \| (\d+) \| (\d+) \|", page)
     assert row == (str(marks.count("+")), str(marks.count("-")))
 

@@ -122,7 +122,7 @@ def test_the_present_search_for_slow_spikes_says_what_the_committed_recordings_s
 
 def test_the_page_says_what_the_committed_recordings_score():
     found = [*store.read(store.COMMITTED)]
-    page = (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "reliability.md").read_text()
     lines = [*aims(scored(found)), *("| " + " | ".join(row) + " |" for row in by_kind(scored(found)))]
     assert len(lines) > 70
     for line in lines:
@@ -132,4 +132,7 @@ def test_the_page_says_what_the_committed_recordings_score():
 def test_the_page_says_how_long_the_recordings_take():
     found = [*store.read(store.COMMITTED)]
     hours = sum(one["seconds"] for one in found) / 3600
-    assert f"{len(found):,} runs, {hours:.1f} hours of CPU time" in (ROOT / "docs" / "reliability.md").read_text()
+    assert (
+        f"{len(found):,} runs, {hours:.1f} hours of CPU time"
+        in (ROOT / "docs" / "evidence" / "reliability.md").read_text()
+    )

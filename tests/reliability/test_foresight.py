@@ -249,6 +249,6 @@ def test_the_model_and_the_page_come_from_the_committed_recordings() -> None:
     wanted = (*FITTED, "hot", "tame")
     fitted = [one for one in runs if one.run.recording["case"].partition("/")[0] in wanted]
     assert as_json(fit(*fitting_runs(fitted))) == FILE.read_text()
-    page = (ROOT / "docs" / "foresight.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "foresight.md").read_text()
     for part in results(runs).split("\n\n"):
-        assert part.strip() in page, "put what `score` prints into docs/foresight.md"
+        assert part.strip() in page, "put what `score` prints into docs/evidence/foresight.md"

@@ -39,7 +39,7 @@ def halted(tmp_path, monkeypatch):
 def test_the_first_fix_that_a_resume_can_take_is_typed_with_the_run(halted):
     lines = halted("correct a/b.py at byte 3", "qknorm=layernorm", "optimizer.lr=0.1")
     assert lines[0] == "continue  python train.py resume=run qknorm=layernorm"
-    assert lines[1].strip() == "from step-00000020; docs/resume.md lists what else a resume may change"
+    assert lines[1].strip() == "from step-00000020; docs/reference/resume.md lists what else a resume may change"
     assert len(lines) == 2
 
 

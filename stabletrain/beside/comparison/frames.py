@@ -60,7 +60,7 @@ def frame(*folders: str | Path, processes: int | None = None) -> pd.DataFrame:
     | card, precision | GPU (or `cpu`) and precision that the run used |
     | seed, parameters | seed, and number of model parameters |
     | seconds | training time |
-    | gpu_hours, utilization, energy_kwh | of the GPUs, over all starts; see docs/sweeps.md |
+    | gpu_hours, utilization, energy_kwh | of the GPUs, over all starts; see docs/reference/sweeps.md |
     | host, job | machine and Slurm job of the last start |
     | settings.<key> | one column per setting that differs between the runs |
 

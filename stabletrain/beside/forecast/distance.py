@@ -1,8 +1,8 @@
 """How far a run lies from those that the forecast was fitted and scored on, and what it can say from afar.
 
 A run is near if it has a model, an optimizer, a precision and a norm placement of the recorded runs
-(`docs/foresight.md`). Healthy values and probabilities were measured on these. On other runs a forecast states its
-signals and no percentage, and no fix under which its own numbers would raise the same alarm again.
+(`docs/evidence/foresight.md`). Healthy values and probabilities were measured on these. On other runs a forecast states
+its signals and no percentage, and no fix under which its own numbers would raise the same alarm again.
 """
 
 import math

@@ -87,9 +87,9 @@ LOSS = "forecast/loss_rise"
 
 LOWER_RATE = ("optimizer.lr={lr}",)
 QK_NORM = "qknorm=layernorm optimizer.lr={lr}"
-"""Both: on the fitting runs of docs/foresight.md, either one alone saves less, from the start and from the alarm on."""
+"""Both: on the runs of docs/evidence/foresight.md, one alone saves less, from the start and from the alarm on."""
 
-OWN = "chosen here: see docs/foresight.md"
+OWN = "chosen here: see docs/evidence/foresight.md"
 
 SIGNALS = (
     Signal(
@@ -166,7 +166,7 @@ SIGNALS = (
         LOWER_RATE,
         "arXiv 2601.16979: below 1 the update raises the loss of its own batch",
         falls=True,
-        counts=False,  # healthy runs stay near 1 too: docs/foresight.md
+        counts=False,  # healthy runs stay near 1 too: docs/evidence/foresight.md
     ),
     Signal(
         "loss",
@@ -174,7 +174,7 @@ SIGNALS = (
         LOSS,
         0.5,
         LOWER_RATE,
-        "the definition of a break in docs/foresight.md",
+        "the definition of a break in docs/evidence/foresight.md",
         log=False,
     ),
 )

@@ -61,7 +61,7 @@ class Report(Sequence[Finding]):
         return f"preflight: {', '.join(words)}; {self.seconds:.1f} s{compiler}"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the shape that `docs/json.md` shows."""
+        """Returns the shape that `docs/reference/json.md` shows."""
         return {
             "faults": len(self.faults),
             "seconds": round(self.seconds, 3),

@@ -79,7 +79,7 @@ def notes(found: Search) -> list[str]:
 
 
 def as_json(found: Search, command: str) -> dict[str, Any]:
-    """Returns the result in the shape of `docs/json.md`."""
+    """Returns the result in the shape of `docs/reference/json.md`."""
 
     def trials(each: Sequence[Trial]) -> list[Mapping[str, Any]]:
         return [

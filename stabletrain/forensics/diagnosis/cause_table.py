@@ -1,4 +1,4 @@
-"""What a diagnosis is, and the table of causes. A new rule in `causes.py` needs a row here and in docs/forensics.md."""
+"""What a diagnosis is, and the table of causes: a row for each rule of `causes.py`. See docs/reference/incidents.md."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -117,12 +117,12 @@ def test_a_lead_holds_if_the_winner_is_ahead_with_a_seed_that_did_not_choose_it(
 
 
 def test_the_page_has_the_results_of_the_committed_recordings() -> None:
-    page = (ROOT / "docs" / "whatif.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "whatif.md").read_text()
     cases, clean = read(COMMITTED / CASES), read(COMMITTED / CLEAN)
     assert len(clean) == len(clean_cases())
     assert {each["case"] for each in cases} <= {case.name for case in all_cases()}
     for part in results(cases, clean).split("\n\n"):
-        assert part.strip() in page, "put what `score` prints into docs/whatif.md"
+        assert part.strip() in page, "put what `score` prints into docs/evidence/whatif.md"
 
 
 def test_recordings_survive_packing(tmp_path: Path) -> None:

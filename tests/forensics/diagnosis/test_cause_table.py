@@ -7,7 +7,7 @@ from pathlib import Path
 from stabletrain.forensics.diagnosis import causes, fp8_causes, update_causes
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
 
-DOCS = Path(__file__).parents[3] / "docs" / "forensics.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "incidents.md"
 
 
 def given_by_rules():

@@ -1,10 +1,10 @@
-"""`python -m tests.reliability.foresight record|pack|fit|act|score|draw`: see docs/foresight.md.
+"""`python -m tests.reliability.foresight record|pack|fit|act|score|draw`: see docs/evidence/foresight.md.
 
 record --processes 2      trains all cases that have no recording yet; may be stopped and started again
 pack                      compresses the recordings, to be committed
 fit                       fits the forecast's model on the committed recordings, and writes it into the package
 act --processes 2         trains on from the alarms, with the named fix and without; may be stopped and started again
-score                     prints the tables of docs/foresight.md
+score                     prints the tables of docs/evidence/foresight.md
 draw                      draws its pictures
 """
 
@@ -36,7 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         commands.add_parser(name, help=text).add_argument("--folder", type=Path, default=folder)
     commands.choices["act"].add_argument("--processes", type=int, default=1)
-    commands.choices["draw"].add_argument("--to", type=Path, default=Path("docs"), help="folder of the pictures")
+    commands.choices["draw"].add_argument(
+        "--to", type=Path, default=Path("docs/evidence"), help="folder of the pictures"
+    )
     recording.add_argument("--folder", type=Path, default=FOLDER, help="of the recordings that are not packed")
     given = parser.parse_args(arguments)
     if given.command == "record":

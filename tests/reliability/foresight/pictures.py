@@ -1,4 +1,4 @@
-"""The pictures of docs/foresight.md: recall against false alarms, and stated against actual times of crossings."""
+"""The pictures of docs/evidence/foresight.md: recall against false alarms, stated against actual times of crossings."""
 
 from collections.abc import Sequence
 from pathlib import Path

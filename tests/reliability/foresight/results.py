@@ -1,4 +1,4 @@
-"""All results of docs/foresight.md, as text."""
+"""All results of docs/evidence/foresight.md, as text."""
 
 from collections.abc import Sequence
 

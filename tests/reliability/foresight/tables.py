@@ -1,4 +1,4 @@
-"""The tables of docs/foresight.md, from the committed recordings."""
+"""The tables of docs/evidence/foresight.md, from the committed recordings."""
 
 import itertools
 import math

@@ -1,10 +1,10 @@
-"""`python -m tests.reliability.whatif [record|clean|pack|score]`: see docs/whatif.md.
+"""`python -m tests.reliability.whatif [record|clean|pack|score]`: see docs/evidence/whatif.md.
 
 record --processes 2      runs the cases that have no recording in outputs/whatif, in their order: about 70 minutes;
                           may be stopped and started again
 clean --processes 2       the same for ordinary runs
 pack                      compresses the recordings of outputs/whatif, to be committed
-score [--from FOLDER]     prints the tables of docs/whatif.md (default)
+score [--from FOLDER]     prints the tables of docs/evidence/whatif.md (default)
 """
 
 import argparse

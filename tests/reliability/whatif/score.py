@@ -1,4 +1,4 @@
-"""The tables of docs/whatif.md, from the recordings."""
+"""The tables of docs/evidence/whatif.md, from the recordings."""
 
 import math
 from collections.abc import Sequence
