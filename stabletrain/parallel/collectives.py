@@ -340,7 +340,8 @@ def read(rank: int) -> Record | None:
         with suppress(OSError, ValueError):
             if file.stat().st_size <= LARGEST:
                 content = loaded(file.read_bytes())
-                dumps += content if isinstance(content, list) else [content]
+                contents = content if isinstance(content, list) else [content]
+                dumps += [each for each in contents if isinstance(each, dict)]
     try:
         found = parsed(dumps)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # another version's format

@@ -126,7 +126,9 @@ def bind_to_card(device: Any) -> None:
         return
     group: Any = dist.group.WORLD
     backend = group._get_backend(device)
-    group.bound_device_id = backend.bound_device_id = device
+    group.bound_device_id = device
+    if hasattr(backend, "bound_device_id"):  # in some versions of PyTorch, a backend gets it only when it is made
+        backend.bound_device_id = device
     if backend.supports_splitting:  # of NCCL
         backend.eager_connect_single_device(device)
 

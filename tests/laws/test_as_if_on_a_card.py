@@ -55,22 +55,21 @@ NOT_HERE = {
 """Options that cannot run on fake tensors, or act on no tensor, and why."""
 
 OPTIONS = [f"{group}={file.stem}" for group in ACTING for file in sorted((CONF / group).glob("*.yaml"))]
-OF_THE_CARD = ("precision=", "determinism=", "stability=")
-"""Options that may act differently on an A100 than on an H100. On a V100, which has no bf16, all may: `ON_V100`."""
+ALONE = ("precision=", "determinism=", "stability=", "faults=")
+"""Options that are tried alone: they choose others, act differently on an A100, or spoil a step. Others: `TOGETHER`."""
 
 ACTING_OPTIONS = [option for option in OPTIONS if option not in NOT_HERE]
 
 
 def is_tried(option: str, number: int, card: str, turn: int) -> bool:
-    """Whether an option, with its place in the list, is tried on a card with the first or second model.
+    """Whether an option, with its place in the list, is tried alone on a card with the first or second model.
 
-    Each is tried with one model on the H100; precisions with both and on each card, what may act differently there on
-    the A100 too. On the V100 faults and presets are alone, and the others in `ON_V100`.
+    Precisions are tried with both; the other options with one, faults not on the A100.
     """
     if option.startswith("precision="):
         return True
-    alone = card == "h100" or option.startswith((*OF_THE_CARD, *(["faults="] if card == "v100" else [])))
-    return alone and ((card == "v100") + turn + number) % 2 == 0
+    fits = option.startswith(ALONE) and not (card == "a100" and option.startswith("faults="))
+    return fits and ((card == "v100") + turn + number) % 2 == 0
 
 
 CASES = [
@@ -134,7 +133,7 @@ def test_every_option_trains(tmp_path, card, model, option):
         assert recorder.products[PRODUCTS[option]] > 0.9 * recorder.products.total()
 
 
-ON_V100 = {
+TOGETHER = {
     "gpt": [
         "optimizer=muon clipping=agc warmup=linear schedule=constant zloss=mu qknorm=layernorm softcap=gemma2 "
         "init=fan_in softmax=sink attention_gate=sigmoid norm_placement=post guard=rollback monitors=default "
@@ -155,18 +154,20 @@ ON_V100 = {
         "clipping=value",
     ],
 }
-"""Each option beside others, in fp16."""
+"""Each other option beside some more."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "typed"), [(model, typed) for model, each in ON_V100.items() for typed in each])
-def test_options_train_together_in_fp16(tmp_path, model, typed):
-    assert trained(tmp_path, "v100", *MODELS[model], *typed.split()).foreign == []
+@pytest.mark.parametrize("card", ["h100", "v100"])  # in bf16 and in fp16
+@pytest.mark.parametrize(("model", "typed"), [(model, typed) for model, each in TOGETHER.items() for typed in each])
+def test_options_train_together(tmp_path, card, model, typed):
+    assert trained(tmp_path, card, *MODELS[model], *typed.split()).foreign == []
 
 
-def test_every_option_is_tried_in_fp16():
-    tried = {option for each in ON_V100.values() for typed in each for option in typed.split()}
-    tried |= {option for card, _, option in CASES if card == "v100"}
+@pytest.mark.parametrize("card", ["h100", "v100"])
+def test_every_option_is_tried(card):
+    tried = {option for each in TOGETHER.values() for typed in each for option in typed.split()}
+    tried |= {option for on, _, option in CASES if on == card}
     assert tried == {*ACTING_OPTIONS}
 
 

@@ -36,7 +36,7 @@ MAY_SEE = {
     "checkpoint": NOUNS,
     "tracking": NOUNS,
     "weights": NOUNS | {"checkpoint", "models"},
-    "monitors": NOUNS | {"machine"},
+    "monitors": NOUNS | {"machine", "parallel"},
     "stability": NOUNS | {"checksums", "monitors", "machine", "parallel"},
     "parallel": NOUNS | {"checkpoint", "machine"},
     "step": NOUNS | {"in_flight", "monitors", "parallel", "stability", "tools"},

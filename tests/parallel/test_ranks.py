@@ -101,13 +101,22 @@ def test_nccl_is_told_the_card_of_this_rank(monkeypatch):
     bind_to_card(torch.device("cpu"))
     assert world.bound_device_id is None, "gloo needs none"
     bind_to_card(card)
-    assert (world.bound_device_id, world.backend.connected) == (card, (card,))
+    assert (world.bound_device_id, world.backend.bound_device_id, world.backend.connected) == (card, card, (card,))
+
+
+def test_nccl_is_told_the_card_where_python_cannot_bind_a_backend(monkeypatch):
+    world, card, connected = World(), torch.device("cuda", 3), []
+    world.backend = SimpleNamespace(supports_splitting=True, eager_connect_single_device=connected.append)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    bind_to_card(card)
+    assert (world.bound_device_id, connected, vars(world.backend).get("bound_device_id")) == (card, [card], None)
 
 
 def test_the_interface_that_binds_is_there_in_this_version(group_of_one):
     group = torch.distributed.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
-    assert group.bound_device_id is backend.bound_device_id is None
+    assert group.bound_device_id is getattr(backend, "bound_device_id", None) is None
     assert isinstance(backend.supports_splitting, bool)
     assert callable(backend.eager_connect_single_device)
 
