@@ -108,6 +108,25 @@ def test_named_fixes_come_first_and_only_once():
     assert found[2].overrides == ("qkclip=kimi", "optimizer.lr=0.001")
 
 
+@pytest.mark.parametrize(
+    ("fixes", "usual", "wanted"),
+    [
+        (["optimizer.lr=0.5"], 0.0001, ["nothing", "lr_usual", "optimizer.lr=0.5", "skip"]),
+        (["zloss=palm", "qknorm=layernorm optimizer.lr=0.3"], 0.0001, ["nothing", "lr_usual", "zloss"]),
+        (["optimizer.lr=0.0001", "zloss=palm"], 0.0001, ["nothing", "lr_usual", "zloss", "skip"]),
+        (["qknorm=layernorm"], 0.0001, ["nothing", "qknorm", "skip"]),
+        ([], 0.0001, ["nothing", "skip", "lr_half_brief"]),
+        (["optimizer.lr=0.5"], 3.0, ["nothing", "optimizer.lr=0.5", "skip"]),  # the run's rate is lower already
+        (["optimizer.lr=0.5"], None, ["nothing", "optimizer.lr=0.5", "skip"]),
+    ],
+)
+def test_where_the_rate_is_suspected_the_usual_one_is_tried_first(fixes, usual, wanted):
+    found = with_fixes(catalogue(CHOICES, VALUES, "fp32", 200, usual=usual), fixes)
+    assert [arm.name for arm in found[: len(wanted)]] == wanted
+    assert [arm.name for arm in found].count("lr_usual") == 1
+    assert ("suspected" in found[1].about) == (wanted[1] == "lr_usual")
+
+
 def test_commas_in_brackets_belong_to_the_value():
     assert split_at_commas("a=[1,2],b='x,y',c={d:1,e:2}") == ["a=[1,2]", "b='x,y'", "c={d:1,e:2}"]
     assert own_arm("optimizer.betas=[0.9,0.95],zloss=palm").overrides == ("optimizer.betas=[0.9,0.95]", "zloss=palm")
