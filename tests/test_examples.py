@@ -17,6 +17,7 @@ ELSEWHERE = {
     "guard_logits_and_loss.py": "tests/guard/test_loop_programs.py",
     "guard_lightning.py": "tests/beside/adapters/test_lightning.py",
     "guard_transformers.py": "tests/beside/adapters/test_transformers.py",
+    "no_eps.py": "tests/test_docs_held.py",
     "regression.py": "tests/test_examples_objectives.py",
     "vae.py": "tests/test_examples_objectives.py",
     "simclr.py": "tests/test_examples_objectives.py",
