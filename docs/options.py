@@ -452,7 +452,7 @@ def text(words: str, up: str = "../../") -> str:
     words = re.sub(r"(?<![\w`])[\w./]+=<[^>]*>", lambda found: f"`{found[0]}`", words)
     words = re.sub(r"(?<!`)\[[\w, .*]*\*[\w, .*]*\]", lambda found: f"`{found[0]}`", words)
     words = escaped(as_code(words))
-    words = re.sub(r"\bdocs/((?:\w+/)?(\w+)\.md)", rf"[\2.md]({up}\1)", words).replace(f"{up}reference/", up[3:])
+    words = re.sub(r"\bdocs/((?:\w+/)*(\w+)\.md)", rf"[\2.md]({up}\1)", words).replace(f"{up}reference/", up[3:])
     return linked(words)
 
 
