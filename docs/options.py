@@ -64,6 +64,18 @@ GROUPS = {
 }
 """What each group decides."""
 
+MORE = {
+    **{group: f"knobs/{group}.md" for group in ("activation_checkpointing", "averaging", "clipping", "determinism")},
+    **{group: f"knobs/{group}.md" for group in ("faults", "guard", "init", "optimizer", "precision", "schedule")},
+    **{group: f"knobs/attention.md#{group}" for group in ("attention_gate", "qkclip", "qknorm", "softcap", "softmax")},
+    **{group: f"knobs/monitors.md#{group}" for group in ("check", "forecast", "monitors")},
+    "norm_placement": "knobs/blocks.md#norm_placement",
+    "stability": "knobs.md#stability-which-preset",
+    "warmup": "knobs/schedule.md",
+    "zloss": "knobs/loss.md",
+}
+"""Where in `reference/` more is said about a group: when it helps, what it costs, and how it acts with others."""
+
 OFF = ("none", "off", "plain", "torch")
 """Options that do nothing stand first on a page, after the default."""
 
@@ -366,7 +378,8 @@ def page(group: str) -> Iterator[str]:
     found = options(group)
     yield MADE
     yield f"# `{group}`"
-    yield f"{GROUPS[group]} The default is `{group}={found[0].name}`. [All groups](../options.md)"
+    more = f" [When it helps, and how it acts](../{MORE[group]})." if group in MORE else ""
+    yield f"{GROUPS[group]} The default is `{group}={found[0].name}`.{more} [All groups](../options.md)"
     yield "## Options"
     if group == "experiment":
         yield (
@@ -452,7 +465,7 @@ def text(words: str, up: str = "../../") -> str:
     words = re.sub(r"(?<![\w`])[\w./]+=<[^>]*>", lambda found: f"`{found[0]}`", words)
     words = re.sub(r"(?<!`)\[[\w, .*]*\*[\w, .*]*\]", lambda found: f"`{found[0]}`", words)
     words = escaped(as_code(words))
-    words = re.sub(r"\bdocs/((?:\w+/)?(\w+)\.md)", rf"[\2.md]({up}\1)", words).replace(f"{up}reference/", up[3:])
+    words = re.sub(r"\bdocs/((?:\w+/)*(\w+)\.md)", rf"[\2.md]({up}\1)", words).replace(f"{up}reference/", up[3:])
     return linked(words)
 
 
