@@ -1,4 +1,5 @@
-"""Figures of docs/reference/knobs.md: growth under each init, clipping's cost and effect, rolling statistics' cost.
+"""Figures of docs/reference/knobs/ and docs/evidence/speed.md: growth under each init, cost and effect of clipping,
+rolling statistics' cost.
 
     OMP_NUM_THREADS=1 python benchmarks/knobs.py
     OMP_NUM_THREADS=1 python benchmarks/knobs.py --only init
