@@ -232,7 +232,9 @@ def test_the_first_step_and_the_later_ones_have_time_limits_of_their_own(seen, s
     assert "; this rank has waited for 4 s: if the ranks need longer, raise parallel.timeout" in first["message"]
     where = first["message"].rpartition("is not done yet; ")[2]
     call = "all_reduce" if "ddp" in name else "all_gather of blocks.0"  # rank 1 is late within the model's forward pass
-    told = re.fullmatch(rf"rank 0 waited in {call}.* .collective \d+.; rank 1 came [78] s later", where)
+    # On a busy machine rank 1 may write its record after the others have stopped waiting for it.
+    other = r"rank 1 (came \d+ s later|has left no record)"
+    told = re.fullmatch(rf"rank 0 wait(ed|s) in {call}.* .collective \d+.; {other}", where)
     # the others, in versions of PyTorch that do not record what gloo does
     assert told or (where == first["message"] and not recorded(shared_place / "late" / name)), first["message"]
 
