@@ -2,15 +2,18 @@
 
     python .ci/wheel.py
 
-Needs the package `build`. The wheel gets a new environment, which finds everything but stabletrain in this one.
+Needs the packages `build` and `twine`. The wheel gets a new environment, which finds everything but stabletrain
+in this one.
 """
 
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -28,7 +31,9 @@ def main() -> None:
     """Builds, installs and uses the wheel; raises if anything is not as expected."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        wheel = built(place / "dist")
+        archive, wheel = built(place / "dist")
+        check_description(archive, wheel)
+        check_archive(archive)
         check_content(wheel)
         user = User(installed(wheel, place / "venv"), place / "empty")
         train_and_diagnose(user)
@@ -38,11 +43,33 @@ def main() -> None:
     print(f"{wheel.name}: built, and used away from the checkout")
 
 
-def built(folder: Path) -> Path:
-    """Builds the source distribution, and from it the wheel; returns the wheel."""
+def built(folder: Path) -> tuple[Path, Path]:
+    """Builds the source distribution, and from it the wheel; returns both."""
     subprocess.run([sys.executable, "-m", "build", "--outdir", folder, ROOT], check=True, stdout=subprocess.DEVNULL)
-    [wheel] = folder.glob("*.whl")
-    return wheel
+    [archive], [wheel] = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    print(f"{archive.name}: {archive.stat().st_size:,} bytes; {wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
+    return archive, wheel
+
+
+def check_description(archive: Path, wheel: Path) -> None:
+    """Checks that a package index can show the description: it renders, and has no relative link or picture."""
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", archive, wheel], check=True)
+    with zipfile.ZipFile(wheel) as content:
+        [metadata] = [name for name in content.namelist() if name.endswith(".dist-info/METADATA")]
+        text = content.read(metadata).decode()
+    relative = [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("https://")]
+    assert not relative, f"links that break on a package index: {relative}"
+
+
+def check_archive(archive: Path) -> None:
+    """Checks that the source distribution has what the wheel is built from, no tests or recordings, and is small."""
+    with tarfile.open(archive) as content:
+        names = {name.partition("/")[2] for name in content.getnames()}
+    wanted = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PACKAGE.md", "README.md", "pyproject.toml", "setup.py"}
+    assert wanted <= names, f"missing {sorted(wanted - names)}"
+    folders = {name.partition("/")[0] for name in names if "/" in name}
+    assert folders == {"conf", "stabletrain", "stabletrain.egg-info"}, f"unexpected {sorted(folders)}"
+    assert archive.stat().st_size < 3_000_000, f"{archive.stat().st_size:,} bytes"
 
 
 def check_content(wheel: Path) -> None:

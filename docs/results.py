@@ -1,8 +1,9 @@
 """Writes the sections of `results.md` from runs: `python docs/results.py multirun/<date>/<time>`.
 
-The runs' experiment says which section. `python docs/results.py --run spiky` trains the runs first. Each number of a
-section is computed from the runs' files. Each sentence that compares follows from a 95 % interval, or gives single
-runs as what they are. Writing a section twice changes nothing.
+The runs' experiment says which section. `python docs/results.py --run spiky` trains the runs first. `--run` alone
+trains and measures all that the page shows, and `--list` prints the commands of that, and how long they take. Each
+number of a section is computed from the runs' files. Each sentence that compares follows from a 95 % interval, or gives
+single runs as what they are. Writing a section twice changes nothing.
 
 `--card gpu-results` writes the section "On a card" from the folder of `benchmarks/gpu.sh`, which calls it at its end.
 """
@@ -15,7 +16,9 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -421,6 +424,156 @@ def bullet(text: str) -> str:
     return textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
+class Line(NamedTuple):
+    """A line of the table at the top of the page.
+
+    Attributes:
+        commands: each trains one run. The folder of the run is added when it is run.
+        says: follows the commands in the first cell.
+        of: follows the word accuracy.
+        data: what has to lie in the repository, and is not part of it; empty if nothing has to.
+        one_thread: whether the runs have one thread each.
+    """
+
+    commands: Sequence[str]
+    says: str = ""
+    of: str = ""
+    data: str = ""
+    one_thread: bool = False
+
+    def first_cell(self) -> str:
+        """Returns the line's first cell."""
+        return ", ".join(f"`{command}`" for command in self.commands) + self.says
+
+
+TABLE: Mapping[str, Line] = {
+    "gpt": Line(["python train.py"]),
+    "text": Line(
+        [
+            "python train.py data=text data.path=tinyshakespeare.txt model.n_layer=4 model.n_head=4 model.n_embd=128 "
+            "data.block_size=64 batch_size=12 steps=2000"
+        ],
+        data="tinyshakespeare.txt",
+    ),
+    "resnet": Line(["python train.py experiment=resnet_digits"], of=" on the held-out fifth"),
+    "nf_resnet": Line(
+        [f"python train.py experiment=nf_resnet_digits seed={seed}" for seed in range(3)],
+        ": no BatchNorm, AGC, one thread",
+        one_thread=True,
+    ),
+    "cifar10": Line(
+        [
+            "python train.py model=resnet20 data=imagefolder data.path=cifar10-jpeg optimizer=sgd steps=1173 "
+            "batch_size=128 eval_every=391"
+        ],
+        " (3 epochs of CIFAR-10 as JPEG files)",
+        of=" on the test images",
+        data="cifar10-jpeg",
+    ),
+}
+"""The lines of the table that are runs, by the name of their folder below `multirun/table`."""
+
+KILLS = "python -m tests.reliability.kills --kills 30 --seed 1"
+"""The last line of the table."""
+
+SCALE = "python benchmarks/scale.py"
+
+CARD_COMMAND = "benchmarks/gpu.sh gpu-results"
+
+
+def table_line(line: Line, runs: Sequence[Run]) -> str:
+    """Returns a line of the table from its runs, in the order of its commands."""
+    ends = [run.record["final"] for run in runs]
+    if all("val/accuracy" in end for end in ends):
+        result = ", ".join(f"{100 * end['val/accuracy']:.2f} %" for end in ends) + f" accuracy{line.of}"
+    else:
+        result = ", ".join(f"val loss {run.last('val/loss'):.3f} nats/byte" for run in runs)
+    times = ", ".join(f"{end['seconds']:.0f} s" for end in ends)
+    return f"| {line.first_cell()} | {result} | {times} |"
+
+
+def kills_line(report: Mapping[str, Any], seconds: float) -> str:
+    """Returns the line of the campaign of kills from its JSON."""
+    says = f"a run is killed with SIGKILL {report['kills']} times, {report['inside_write']} of them while it writes"
+    result = "every final state is bit-identical to the final state of a run without kills"  # else it ends with 1
+    return f"| `{KILLS}`: {says} a checkpoint | {result} | {seconds:.0f} s |"
+
+
+def with_line(page: str, line: str) -> str:
+    """Returns a page with the line of the table replaced that begins with the same command.
+
+    Raises:
+        ConfigError: the table has no such line.
+    """
+    begins = re.match(r"\| `[^`]+`", line)
+    old = begins and re.search(rf"^{re.escape(begins[0])}.*$", page, re.MULTILINE)
+    if not old:
+        raise ConfigError(f"the table has no line that begins {line[:60]!r}: add it where it belongs")
+    return page.replace(old[0], line)
+
+
+SCALES: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "guard": (
+        "A step's guard against parameters: GPTs, `guard=rollback`, `monitors=default`, in a step that no monitor "
+        "inspects. Kernels and operations are counted without values, as if on a card. The host time is that of a GPT "
+        "with as many tensors, 16 wide, whose kernels take no time",
+        {
+            "parameters": 0,
+            "parameter tensors": 1,
+            "operations of a bare step": 2,
+            "kernels more": 3,
+            "operations more": 4,
+            "host time of a bare step, ms": 5,
+            "more, ms": 6,
+        },
+    ),
+    "compare": (
+        "`stabletrain compare` against runs of 1,000 logged steps, with its page",
+        {"runs": 0, "CPU, s": 2, "memory of the largest process, MB": 3, "page, MB": 4},
+    ),
+    "report": (
+        "Pages against logged steps: a run's `report.html`, and the page of `stabletrain compare` of two such runs",
+        {
+            "steps": 0,
+            "a run: CPU, s": 1,
+            "a run: memory, MB": 2,
+            "a run: page, MB": 3,
+            "two runs: CPU, s": 4,
+            "two runs: memory, MB": 5,
+            "two runs: page, MB": 6,
+        },
+    ),
+    "start": (
+        "The start against files of data: `python train.py compile=false` until the first step is logged. Text of a "
+        "glob, token shards, an image folder",
+        {"files": 0, "text: CPU, s": 1, "tokens: CPU, s": 4, "images: CPU, s": 7},
+    ),
+}
+"""Per part of `benchmarks/scale.py`: what its table shows, and the column of each heading."""
+
+
+def at_scale(told: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the paragraphs and tables from the JSON of `benchmarks/scale.py`."""
+    about = told["machine"]
+    yield paragraph(
+        "How four costs grow. The last row of a table is each column's exponent: the slope of log(cost) over log(size) "
+        "at the three largest sizes; 1 is linear. Seconds are CPU time, user and system, of all processes together, "
+        f"on {about['name']}, torch {about['torch']}, one thread each. One round each."
+    )
+    for part in told["results"]:
+        says, columns = SCALES[part["part"]]
+        yield paragraph(f"**{says}**:")
+        cells = [[as_size(row[column]) for column in columns.values()] for row in part["rows"]]
+        slopes = [part["exponents"][column - 1] for column in [*columns.values()][1:]]
+        cells.append(["grows as", *("" if slope is None else f"^{slope:.2f}" for slope in slopes)])
+        yield as_table([*columns], cells)
+
+
+def as_size(value: float) -> str:
+    """Formats a cell of the tables of sizes."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
 SECTIONS: Mapping[str, Section] = {
     "lr_sensitivity": Section(
         "Learning-rate sensitivity",
@@ -491,44 +644,183 @@ def with_text(page: str, heading: str, paragraphs: Iterable[str]) -> str:
     return page.replace(old[0], text)
 
 
+def everything() -> dict[str, list[str]]:
+    """Returns the commands of each part of `--run`, in the order of the page."""
+    lines = [command for line in TABLE.values() for command in line.commands]
+    sections = {name: command_lines(name) for name in SECTIONS}
+    return {"table": [*lines, KILLS], "scale": [SCALE], **sections, "card": [CARD_COMMAND]}
+
+
+def known_minutes(page: str) -> dict[str, float]:
+    """Returns how many minutes the parts took, as far as the page says it."""
+    cells = [line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| `python ")]
+    found = {"table": sum(float(seconds) for cell in cells for seconds in re.findall(r"([\d.]+) s\b", cell)) / 60}
+    if sensitivity := re.search(r"(\d+)\s+minutes\s+from\s+the\s+first\s+start", page):
+        found["lr_sensitivity"] = float(sensitivity[1])
+    return {**found, "card": 10.0}  # the budget of benchmarks/gpu.sh
+
+
+def listing(page: str) -> str:
+    """Returns the commands of `--run` with the times that the page has."""
+    text, known = [], known_minutes(page)
+    for name, commands in everything().items():
+        text += [f"# {name}: {f'about {known[name]:.0f} minutes' if name in known else 'not timed'}", *commands]
+    return "\n".join(text)
+
+
+def run_command(line: str, one_thread: bool = True, more: Sequence[str] = (), **options: Any) -> Any:
+    """Runs one of the page's commands from the repository's folder.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    program, *words = shlex.split(line)
+    first = [sys.executable] if program == "python" else ["bash", program]
+    threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
+    done = subprocess.run([*first, *words, *more], cwd=ROOT, env={**os.environ, **threads}, **options)
+    if done.returncode not in (0, HALTED):
+        raise ConfigError(f"{line}: it ended with exit code {done.returncode}; fix: see its output above")
+    return done
+
+
+def new_folder(name: str) -> Path:
+    """Returns a folder below `multirun/`.
+
+    Raises:
+        ConfigError: it exists.
+    """
+    folder = ROOT / "multirun" / name
+    if folder.exists():
+        again = f"python docs/results.py {folder}, or delete it" if name in SECTIONS else "delete it"
+        raise ConfigError(f"{folder} exists; fix: {again} to train again")
+    return folder
+
+
 def train(experiment: str) -> Path:
     """Trains the runs of a section, with one thread each; returns their folder.
 
     Raises:
         ConfigError: the folder exists, or a command failed.
     """
-    folder = ROOT / "multirun" / experiment
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; fix: python docs/results.py {folder}, or delete it to train again")
+    folder = new_folder(experiment)
     for line in command_lines(experiment):
-        words = shlex.split(line)[1:]  # after `python`
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        if done.returncode not in (0, HALTED):
-            raise ConfigError(f"{line}: it ended with exit code {done.returncode}; fix: see its output above")
+        run_command(line)
     return folder
 
 
+def run_table(page: Path) -> None:
+    """Trains the lines of the table whose data are there, and writes each when it has ended."""
+    folder = new_folder("table")
+    for name, line in TABLE.items():
+        if line.data and not (ROOT / line.data).exists():
+            print(f"table: {line.data} is not here, so its line stays as it is", flush=True)
+            continue
+        places = [folder / f"{name}-{number}" for number in range(len(line.commands))]
+        for command, place in zip(line.commands, places, strict=True):
+            run_command(command, line.one_thread, [f"hydra.run.dir={place}"])
+        runs = [run for place in places for run in read_runs([place])]
+        write(page, with_line(page.read_text(encoding="utf-8"), table_line(line, runs)))
+    began = time.monotonic()
+    done = run_command(KILLS, stdout=subprocess.PIPE, text=True)
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    write(page, with_line(page.read_text(encoding="utf-8"), kills_line(report, time.monotonic() - began)))
+
+
+def run_scale(page: Path) -> None:
+    """Measures how costs grow, and writes the section."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "scale.json")
+        run_command(SCALE, more=["--json", str(file)])
+        told = json.loads(file.read_text())
+    text = with_text(page.read_text(encoding="utf-8"), "Scale of work", [f"```\n{SCALE}\n```", *at_scale(told)])
+    write(page, text)
+
+
+def run_card(page: Path) -> None:
+    """Measures on a card, if there is one, and writes the section."""
+    import torch  # reading runs needs no torch
+
+    if not torch.cuda.is_available():
+        print("card: PyTorch sees no CUDA device, so its section stays as it is", flush=True)
+        return
+    subprocess.run(["bash", *CARD_COMMAND.split()], cwd=ROOT)  # a part that failed is named in its tables
+    write_card(page, ROOT / "gpu-results")
+
+
+def write_card(page: Path, folder: Path) -> None:
+    """Writes the section on a card from the folder of `benchmarks/gpu.sh`."""
+    block = f"```\n{CARD_COMMAND}\npython docs/results.py --card gpu-results\n```"
+    write(page, with_text(page.read_text(encoding="utf-8"), "On a card", [block, *on_a_card(folder)]))
+
+
+def write_section(page: Path, folders: Sequence[Path]) -> None:
+    """Writes the section of some runs."""
+    write(page, with_section(page.read_text(encoding="utf-8"), read_runs(folders), page.parent))
+
+
+def write(page: Path, text: str) -> None:
+    """Writes the page."""
+    page.write_text(text, encoding="utf-8")
+
+
+OTHERS = {"table": run_table, "scale": run_scale, "card": run_card}
+"""What trains or measures the parts of the page that are no sections of runs, and writes them."""
+
+
+def run_part(name: str, page: Path) -> None:
+    """Trains or measures a part of the page, and writes it."""
+    if name in OTHERS:
+        OTHERS[name](page)
+    else:
+        write_section(page, [train(name)])
+
+
+def run_all(page: Path) -> None:
+    """Trains and measures all that the page shows. Each part is written when it has ended.
+
+    Raises:
+        ConfigError: a folder of runs exists: nothing is trained then. Or a command failed: the parts before it are
+            written.
+    """
+    print(listing(page.read_text(encoding="utf-8")), flush=True)
+    for name in ("table", *SECTIONS):
+        new_folder(name)
+    began = time.monotonic()
+    for name in everything():
+        since = time.monotonic()
+        run_part(name, page)
+        print(f"{name}: {(time.monotonic() - since) / 60:.1f} minutes", flush=True)
+    print(f"all: {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
+
+
+ALL = "all"
+
+
 def main(typed: Sequence[str] | None = None) -> None:
-    """Writes a section of the page."""
+    """Writes sections of the page."""
     parser = argparse.ArgumentParser(prog="python docs/results.py", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="*", help="the folder of a section's runs, such as multirun/spiky")
     parser.add_argument("--card", type=Path, help="write the section 'On a card' from this folder of benchmarks/gpu.sh")
-    parser.add_argument("--run", choices=[*SECTIONS], help="train the runs of this section first")
+    parts = [ALL, *everything()]
+    parser.add_argument("--run", choices=parts, nargs="?", const=ALL, help="train this part first; alone: all parts")
+    parser.add_argument("--list", action="store_true", help="print the commands of --run, and how long they take")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s; pictures are written beside it")
     chosen = parser.parse_args(typed)
-    if sum(map(bool, (chosen.runs, chosen.run, chosen.card))) != 1:
-        parser.error("give folders of runs, or --run and a section, or --card and a folder")
-    page = chosen.page.read_text(encoding="utf-8")
+    if sum(map(bool, (chosen.runs, chosen.run, chosen.card, chosen.list))) != 1:
+        parser.error("give folders of runs, or --run, or --list, or --card and a folder")
     try:
-        if chosen.card:
-            block = "```\nbenchmarks/gpu.sh gpu-results\npython docs/results.py --card gpu-results\n```"
-            chosen.page.write_text(with_text(page, "On a card", [block, *on_a_card(chosen.card)]), encoding="utf-8")
-            return
-        runs = read_runs([train(chosen.run)] if chosen.run else chosen.runs)
-        text = with_section(page, runs, chosen.page.parent)
+        if chosen.list:
+            print(listing(chosen.page.read_text(encoding="utf-8")))
+        elif chosen.card:
+            write_card(chosen.page, chosen.card)
+        elif chosen.run == ALL:
+            run_all(chosen.page)
+        elif chosen.run:
+            run_part(chosen.run, chosen.page)
+        else:
+            write_section(chosen.page, chosen.runs)
     except ConfigError as error:
         sys.exit(f"{parser.prog}: {error}")
-    chosen.page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -87,14 +87,20 @@ def command_place(words: Sequence[str]) -> int | None:
 
 
 def program_in(command: str) -> str:
-    """Returns the beginning of a recorded command line that names the program, without what was typed after it."""
-    words = command.split()
+    """Returns what to type for the program of a recorded command line, without the words after it.
+
+    The command `stabletrain` is a file that Python was started with: it is named as it is typed, without the paths.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:  # not written by this package
+        words = command.split()
     if (place := command_place(words)) is not None:
-        return " ".join(words[: place + 2])
+        return shlex.join(words[: place + 2]) if "-m" in words[:place] else COMMAND
     if words[:2] == COMMAND.split():
         return COMMAND
     script = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
-    return program_name() if script is None else " ".join(words[: script + 1])
+    return program_name() if script is None else shlex.join(words[: script + 1])
 
 
 def program_name() -> str:

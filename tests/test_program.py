@@ -61,7 +61,11 @@ def test_a_call_from_python_is_told_as_the_command(start):
     ("command", "named"),
     [
         ("/usr/bin/python3 train.py -m seed=1,2", "/usr/bin/python3 train.py"),
-        ("python /venv/bin/stabletrain train -m seed=1,2", "python /venv/bin/stabletrain train"),
+        ("python /venv/bin/stabletrain train -m seed=1,2", "stabletrain train"),
+        ("/venv/bin/python3 -u /venv/bin/stabletrain train seed=1", "stabletrain train"),
+        ("'/my venv/bin/python3' '/my venv/bin/stabletrain' train seed=1", "stabletrain train"),
+        ("'/my venv/bin/python3' train.py seed=1", "'/my venv/bin/python3' train.py"),
+        ("python train.py it's", "python train.py"),
         ("python -u -m stabletrain train seed=1", "python -u -m stabletrain train"),
         ("stabletrain train seed=1", "stabletrain train"),
         ("something else", "python train.py"),

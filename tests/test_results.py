@@ -7,10 +7,12 @@ import re
 import shutil
 import statistics
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 
-from docs.results import PAGE, SECTIONS, main
+from docs import results
+from docs.results import PAGE, SECTIONS, everything, main
 from tests.beside.comparison.written import write
 
 pytestmark = pytest.mark.beside
@@ -260,6 +262,99 @@ def test_the_page_has_each_section_with_its_commands():
     for experiment, each in SECTIONS.items():
         assert f"## {each.heading}\n\n```\n{each.commands[0]}" in text
         assert f"\npython docs/results.py multirun/{experiment}\n```\n" in text
+
+
+def on_the_page(text):
+    """The commands of the page in its order: those of the table, then those of the blocks below headings."""
+    table, _, sections = text.partition("\n## ")
+    cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    found = [command for cell in cells for command in re.findall(r"`((?:python|benchmarks/)[^`]*)`", cell)]
+    blocks = re.findall(r"^```\n(.*?)^```", sections, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return found + [line for line in lines if not line.startswith("python docs/results.py ")]
+
+
+def test_the_commands_of_the_page_are_those_that_would_be_run(capsys):
+    wanted = [command for commands in everything().values() for command in commands]
+    assert on_the_page(PAGE.read_text(encoding="utf-8")) == wanted
+    main(["--list"])
+    listed = capsys.readouterr().out.splitlines()
+    assert [line for line in listed if not line.startswith("# ")] == wanted
+    assert "# spiky: not timed" in listed
+    times = "| `python train.py` | x | 60 s |\n| `python train.py a=1` | x | 12 s, 48 s |\n"
+    assert results.known_minutes(f"{times}(52\nminutes from the first start") == {
+        "table": 2.0,
+        "lr_sensitivity": 52.0,
+        "card": 10.0,
+    }
+
+
+class Called:
+    """Stands in for `subprocess.run`: keeps what was called, and writes what the commands would have written."""
+
+    def __init__(self):
+        self.lines = []
+
+    def __call__(self, words, cwd, env=None, **_):
+        line = " ".join(["python" if words[0] == results.sys.executable else words[0], *words[1:]])
+        self.lines.append(line)
+        for word in words:
+            if word.startswith("hydra.run.dir="):
+                final = {"seconds": 12.4, **({"val/accuracy": 0.98765} if "digits" in line else {})}
+                write(Path(word.removeprefix("hydra.run.dir=")), loss=1.25, final=final)
+            if word.endswith("scale.json"):
+                rows = [[10.0, *[1.5] * 9], [100.0, *[3.0] * 9], [1000.0, *[4.5] * 9]]
+                parts = [{"part": part, "rows": rows, "exponents": [0.25] * 9} for part in results.SCALES]
+                Path(word).write_text(json.dumps({"machine": {"name": "cpu", "torch": "2.14.1"}, "results": parts}))
+        out = 'log\n{"kills": 30, "inside_write": 7, "identical": true}'
+        return results.subprocess.CompletedProcess(words, 0, stdout=out)
+
+
+@pytest.fixture
+def called(monkeypatch, tmp_path):
+    found = Called()
+    monkeypatch.setattr(results.subprocess, "run", found)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    return found
+
+
+def test_the_table_and_the_tables_of_scale_are_written_from_what_their_commands_wrote(called, tmp_path):
+    page = tmp_path / "results.md"
+    shutil.copy(PAGE, page)
+    (without_data,) = [
+        line for line in page.read_text(encoding="utf-8").splitlines() if "tinyshakespeare.txt m" in line
+    ]
+    main(["--run", "table", "--page", str(page)])
+    text = page.read_text(encoding="utf-8")
+    assert "| `python train.py` | val loss 1.250 nats/byte | 12 s |" in text
+    assert "| `python train.py experiment=resnet_digits` | 98.77 % accuracy on the held-out fifth | 12 s |" in text
+    assert "one thread | 98.77 %, 98.77 %, 98.77 % accuracy | 12 s, 12 s, 12 s |" in text
+    assert "30 times, 7 of them while it writes a checkpoint |" in text
+    assert f"\n{without_data}\n" in text
+    main(["--run", "scale", "--page", str(page)])
+    text = page.read_text(encoding="utf-8")
+    assert "## Scale of work\n\n```\npython benchmarks/scale.py\n```\n" in text
+    assert "| 100 | 3 | 3 | 3 |\n| 1,000 | 4.5 | 4.5 | 4.5 |\n| grows as | ^0.25 | ^0.25 | ^0.25 |" in text
+    commands = everything()["table"]
+    trained = [line.partition(" hydra.run.dir=")[0] for line in called.lines]
+    left = [command for command in commands if "tinyshakespeare" in command or "cifar10" in command]
+    assert len(left) == 2
+    assert trained[:-1] == [command for command in commands if command not in left]
+    assert trained[-1].startswith("python benchmarks/scale.py --json ")
+
+
+def test_nothing_is_trained_again_over_runs_that_are_there(called, tmp_path):
+    (tmp_path / "multirun" / "healed").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="healed exists; fix: "):
+        main(["--run", "--page", str(PAGE)])
+    assert called.lines == []
+
+
+def test_all_parts_are_run_in_the_order_of_the_page(monkeypatch, called):
+    parts = []
+    monkeypatch.setattr(results, "run_part", lambda name, page: parts.append(name))
+    main(["--run", "--page", str(PAGE)])
+    assert parts == ["table", "scale", *SECTIONS, "card"]
 
 
 def made_card(folder, device="cuda:0"):

@@ -100,7 +100,8 @@ class Gradients(Part):
         lengths = dict(zip(parameters, read[:count], strict=True))
         clipped = dict(zip(adaptive.names, read[count : count + adapted], strict=True))
         stale = dict(zip(adaptive.names, read[count + adapted :], strict=True))
-        eps = dict(zip(adaptive.names, adaptive.eps, strict=True))
+        # With eps=0 no gradient is below it: such a parameter has no ratio.
+        eps = {name: each for name, each in zip(adaptive.names, adaptive.eps, strict=True) if each > 0}
         numel = {name: p.numel() for name, p in parameters.items()}
 
         ratio = {}
@@ -114,12 +115,14 @@ class Gradients(Part):
             size = sum(numel[name] for name in names)
             squares = sum(numel[name] * stale[name] ** 2 for name in names)
             found["g_over_sqrt_v"][where] = (squares / size) ** 0.5
-            over_eps[where] = root_sum(clipped[name] / eps[name] for name in names) / size**0.5
+            size = sum(numel[name] for name in names if name in eps)
+            if size:
+                over_eps[where] = root_sum(clipped[name] / eps[name] for name in names if name in eps) / size**0.5
         metrics = {
             **spread(found),
             **over_all("update_ratio_max", np.max, ratio),
             **over_all("g_over_sqrt_v_max", np.max, stale),
-            **over_all("grad_over_eps_min", np.min, {n: clipped[n] / eps[n] / numel[n] ** 0.5 for n in clipped}),
+            **over_all("grad_over_eps_min", np.min, {n: clipped[n] / eps[n] / numel[n] ** 0.5 for n in eps}),
         }
         return Part(metrics, {"grad_over_eps": over_eps})
 

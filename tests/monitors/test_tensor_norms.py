@@ -70,6 +70,21 @@ def test_the_first_step_of_adam_is_at_one(fused):
     assert metrics["monitors/g_over_sqrt_v/blocks.0"] == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
+def test_an_eps_of_zero_leaves_out_the_ratio_to_eps_and_nothing_else(kind):
+    model = Two()
+    optimizer = kind([{"params": model.body.parameters(), "eps": 0.0}, {"params": model.head.parameters()}], eps=1e-4)
+    metrics, alarms = look_at(Monitors(1), model, optimizer, features(), FP32)
+    assert alarms == []
+    assert metrics["monitors/g_over_sqrt_v/body"] == pytest.approx(1.0, abs=1e-3)
+    smallest = min(rms(p.grad) / 1e-4 for p in model.head.parameters())
+    assert metrics["monitors/grad_over_eps_min"] == pytest.approx(smallest, rel=1e-4)
+    metrics, alarms = look_at(Monitors(1), model, torch.optim.Adam(model.parameters(), eps=0.0), features(), FP32)
+    assert alarms == []
+    assert "monitors/update_ratio/body" in metrics
+    assert "monitors/grad_over_eps_min" not in metrics
+
+
 def test_a_skipped_update_has_no_metrics_of_updates():
     model = Two()
     optimizer, monitors = adamw(model), Monitors(1)

@@ -187,9 +187,10 @@ class RollbackGuard(SkipGuard):
     def _roll_back_or_halt(self, why: str) -> Verdict:
         what, incident = f"{self.reason}, and {why}", self._incident
         # The same mistake after a rollback, with other data: more rollbacks would only lower the learning rate further,
-        # which helps only if the diagnosis names the learning rate.
+        # which helps only if the diagnosis names the learning rate. A what-if, however, must know how much data is bad.
         same = (
             incident is not None
+            and self.escalate != "whatif"
             and self.rollbacks_without_progress
             and mistake_number(incident) == self.rolled_back_mistake
         )

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from stabletrain.config.checks import check
+from stabletrain.config.make import Choice
 from tests.reliability.whatif.__main__ import CASES, CLEAN, COMMITTED
 from tests.reliability.whatif.cases import FAMILIES, LOWER_RATE, Case, Drawn, all_cases, clean_cases, drawn
 from tests.reliability.whatif.record import is_right, last_of_each, record
@@ -20,7 +22,7 @@ from tests.reliability.whatif.score import (
     right,
     totals,
 )
-from tests.runs import ROOT, TINY_GPT
+from tests.runs import ROOT, TINY_GPT, composed
 
 
 def run(val: float | None = 2.0, status: str = "finished", diverged: bool = False, **more: object) -> dict[str, object]:
@@ -61,6 +63,13 @@ def test_cases_are_drawn_alike_every_time_and_each_names_its_fixes() -> None:
     assert all(case.drawn.right and case.drawn.grid for case in cases)
     assert len(clean_cases()) == 100
     assert sum("resnet" in case.family for case in cases) >= len(cases) / 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_case_can_still_be_built(family) -> None:
+    with composed(*last_of_each(drawn(family, 0).overrides)) as cfg:
+        check(cfg)
+        Choice.of(cfg, "schedule").build()
 
 
 def test_an_arm_is_right_if_it_is_named_or_lowers_the_rate() -> None:

@@ -153,30 +153,31 @@ def test_a_state_gone_wrong_without_a_steps_fault_is_computed_again_from_the_sam
 
 
 @pytest.mark.parametrize(
-    ("again", "fix", "verdict"),
+    ("again", "fix", "escalate", "verdict"),
     [
-        (("unsafe_op", "aten.log"), "clamp the argument", Verdict.HALT),
-        (("unsafe_op", "aten.log"), "optimizer.lr=0.001", Verdict.ROLLBACK),
-        (("unsafe_op", "aten.sqrt"), "clamp the argument", Verdict.ROLLBACK),
+        (("unsafe_op", "aten.log"), "clamp the argument", "halt", Verdict.HALT),
+        (("unsafe_op", "aten.log"), "clamp the argument", "whatif", Verdict.ROLLBACK),
+        (("unsafe_op", "aten.log"), "optimizer.lr=0.001", "halt", Verdict.ROLLBACK),
+        (("unsafe_op", "aten.sqrt"), "clamp the argument", "halt", Verdict.ROLLBACK),
     ],
-    ids=["same", "same, but a lower rate may help", "another"],
+    ids=["same", "same, and a what-if finds how much data is bad", "same, but a lower rate may help", "another"],
 )
-def test_the_same_mistake_after_a_rollback_ends_the_run_unless_the_next_try_can_differ(again, fix, verdict):
+def test_the_same_mistake_after_a_rollback_ends_the_run_unless_the_next_try_can_differ(again, fix, escalate, verdict):
     def trouble(guard, mistake):
         guard.note_mistake(SimpleNamespace(mistake=mistake, cause=mistake[0], fix=[fix], verdict="log of 0"))
         return feed(guard, [math.nan] * QUICK["patience"])[-1]
 
-    guard = calm(started(), 30)
+    guard = calm(started(escalate=escalate), 30)
     assert trouble(guard, ("unsafe_op", "aten.log")) is Verdict.ROLLBACK
     gone_back(guard, 33)
-    guard = resumed(guard)
+    guard = resumed(guard, escalate=escalate)
     assert trouble(guard, again) is verdict
     assert ("unsafe_op again after a rollback, with other data. fix: " in guard.reason) == (verdict is Verdict.HALT)
 
 
-def resumed(guard):
+def resumed(guard, **options):
     """The guard of a process that goes on from a checkpoint."""
-    other = RollbackGuard(**QUICK)
+    other = RollbackGuard(**QUICK | options)
     other.load_state_dict(guard.state_dict())
     return other
 
