@@ -11,7 +11,7 @@ import stabletrain
 from stabletrain.beside.comparison.pages.charts import chart_data
 from stabletrain.beside.comparison.reading.runs import read_run
 from stabletrain.beside.whatif import driver, healing
-from stabletrain.beside.whatif.arms import Arm
+from stabletrain.beside.whatif.arms import LR_USUAL, Arm, with_fixes
 from stabletrain.beside.whatif.base import BaseRun
 from stabletrain.beside.whatif.budget import FROM_0, BudgetedWhatIf
 from stabletrain.beside.whatif.edits import MissingState
@@ -254,6 +254,29 @@ def test_no_arm_starts_when_what_is_left_is_set_aside_but_the_first_one_may(monk
     next(runs)
     what_if.spent = 4000 - set_aside - 150
     assert [run.arm.name for run in runs] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("fixes", "first"),
+    [
+        (["optimizer.lr=0.5"], LR_USUAL),
+        (["zloss=palm", "qknorm=layernorm optimizer.lr=0.5"], LR_USUAL),
+        (["zloss=palm"], "zloss=palm"),
+        ([], "skip"),
+    ],
+)
+def test_a_budget_for_one_arm_goes_to_the_usual_rate_where_the_rate_is_suspected(fixes, first, tmp_path, monkeypatch):
+    known = [Arm("nothing"), Arm("skip"), Arm("lr_half", ("optimizer.lr=1.5",)), Arm(LR_USUAL, ("optimizer.lr=0.01",))]
+    found = replace(planned(100, [], [250, 550]), arms=with_fixes(known, fixes))
+    monkeypatch.setattr(healing, "plan", lambda asked: found)
+    halt = Halt(9, 9, "spike", {})
+    left = healing.plan_after(halt, HaltHistory(halt), tmp_path, tmp_path / "x")
+    what_if = BudgetedWhatIf(left, budget=250, show=print, live=False, signals=NoStopRequest(), spent=100)
+    assert what_if.affordable
+    runs = startable(what_if, monkeypatch)
+    assert next(runs).arm.name == first
+    what_if.spent += 150
+    assert [*runs] == [], "the budget is spent"
 
 
 def test_an_arm_whose_start_cannot_be_made_is_refused_and_the_others_run(monkeypatch):
