@@ -238,7 +238,7 @@ def with_fixes(arms: Sequence[Arm], fixes: Sequence[str]) -> list[Arm]:
     suspected = any(word.startswith("optimizer.lr=") for fix in fixes for word in fix.split())
     usual = [arm for arm in (*named, *left) if suspected and arm.name == LR_USUAL and not arm.refused]
     named, left = ([arm for arm in each if arm not in usual] for each in (named, left))
-    first = [replace(arm, about="the rate is suspected, and this one is known to work") for arm in usual]
+    first = [replace(arm, about="the rate is suspected; this is the usual one") for arm in usual]
     return [*left[:1], *first, *named, *left[1:]]
 
 
