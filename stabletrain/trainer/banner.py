@@ -185,9 +185,10 @@ def closing(
 
 def result_text(val: Mapping[str, float], loss_unit: str, per: str) -> str:
     """Formats the metrics of the last evaluation."""
-    loss = val.get("val/loss", math.nan)
-    if math.isnan(loss):
-        return "val loss nan: the weights are not finite, or nothing was evaluated"
+    if "val/loss" not in val:
+        return "val loss nan: nothing was evaluated"
+    if not math.isfinite(loss := val["val/loss"]):
+        return f"val loss {loss}: weights, validation data, or what the model computes from them are not finite"
     if "val/accuracy" in val:
         return f"val accuracy {100 * val['val/accuracy']:.2f} %, loss {loss:.3f}{f' {loss_unit}' if loss_unit else ''}"
     if loss_unit:

@@ -175,10 +175,19 @@ def test_the_closing_gives_result_guard_pace_folder_and_the_next_command():
     ]
 
 
-@pytest.mark.parametrize("val", [{}, {"val/loss": math.nan}])
-def test_a_nan_loss_is_explained(val):
-    first = closed(history=History(val=val))[0]
-    assert first.startswith("val loss nan: the weights are not finite, or nothing was evaluated after")
+NOT_FINITE = "weights, validation data, or what the model computes from them are not finite"
+
+
+@pytest.mark.parametrize(
+    ("val", "said"),
+    [
+        ({}, "val loss nan: nothing was evaluated after"),
+        ({"val/loss": math.nan}, f"val loss nan: {NOT_FINITE} after"),
+        ({"val/loss": math.inf}, f"val loss inf: {NOT_FINITE} after"),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_explained(val, said):
+    assert closed(history=History(val=val))[0].startswith(said)
 
 
 def test_a_loss_without_a_unit_is_shown_with_the_other_metrics_and_no_bits():

@@ -82,12 +82,17 @@ class Forecast(NoForecast):
         """Adds a look, and returns the predictions to print now: none, or one about the worst signal.
 
         There is a prediction while the probability is at least the model's alarm: once for each signal, again after a
-        horizon, and again if the crossing becomes known or is no longer in the interval that was said.
+        horizon, and again if the crossing becomes known or is no longer in the interval that was said. There is none
+        from a value that is not finite.
         """
         model = fitted()
         heights = self.heights(step, metrics)
         seen = outlook(heights, model)
         if seen.worst is None or seen.probability < model.alarm:
+            return []
+        if not math.isfinite(
+            heights.now[seen.worst]
+        ):  # the trouble is here; the guard sees it, and its cause is looked for
             return []
         found = self.predict(step, seen.worst, heights, seen.probability, model)
         if not self._is_news(found):

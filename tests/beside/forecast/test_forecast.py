@@ -47,6 +47,11 @@ def test_a_signal_beyond_its_threshold_has_no_crossing():
     assert "are 3e+04, beyond 10000" in first.text
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_no_forecast(value):
+    assert told(Forecast(500, "alarm"), looks(lambda step: value, range(25, 200, 25))) == []
+
+
 def test_nothing_is_extrapolated_across_the_end_of_a_warmup():
     def rate(step):
         return min(step, 400) / 400

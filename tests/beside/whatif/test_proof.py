@@ -69,7 +69,7 @@ def test_cases_are_drawn_alike_every_time_and_each_names_its_fixes() -> None:
 def test_a_case_can_still_be_built(family) -> None:
     with composed(*last_of_each(drawn(family, 0).overrides)) as cfg:
         check(cfg)
-        Choice.of(cfg, "schedule").build()
+        assert Choice.of(cfg, "schedule").build().factor(0.5) > 0
 
 
 def test_an_arm_is_right_if_it_is_named_or_lowers_the_rate() -> None:
