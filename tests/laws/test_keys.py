@@ -384,14 +384,59 @@ def lies_beside(group, option):
     return "_target_: stabletrain.beside" in text or "override /faults" in text
 
 
+ALONE = {
+    "model": "needs sizes and data of its own",
+    "data": "needs a folder, or a model that takes it",
+    "experiment": "chooses all others",
+    "stability": "chooses others",
+    "qkclip": "is refused beside a norm of the queries",
+    "wandb": "writes what another option may not",
+    "checkpoint": "writes what is looked for",
+}
+"""Groups whose options are tried alone, and why. Each other option is tried in a row with one of each other group."""
+
 IN_THE_FAST_TIER = ("precision=tf32", "optimizer=muon", "clipping=adagc", "guard=rollback", "stability=full")
-"""One that is refused, and those that change most of a step; the slow tier tries the others."""
+"""One that is refused, and those that change most of a step: tried alone; the slow tier tries the others."""
+
+
+def is_alone(group, option):
+    """Whether an option is tried alone."""
+    return group in ALONE or f"{group}={option}" in {*WITH, *REFUSED_HERE, *IN_THE_FAST_TIER}
+
+
+def in_rows(options):
+    """Returns options in rows, of each group at most one."""
+    groups: dict[str, list[str]] = {}
+    for group, option in options:
+        groups.setdefault(group, []).append(option)
+    longest = max(map(len, groups.values()))
+    return [[(group, each[row]) for group, each in groups.items() if row < len(each)] for row in range(longest)]
+
+
+def typed(row):
+    """Returns a row as it is typed."""
+    return " ".join(f"{group}={option}" for group, option in row)
+
+
+def logged(row):
+    """Returns the option of `wandb` with a row: a fault of it needs a folder of W&B's."""
+    return ["wandb=offline" if ("faults", "wandb") in row else "wandb=disabled"]
+
+
+def row_lies_beside(row):
+    """Whether the class of one of a row's options lies in `stabletrain/beside/`."""
+    return any(lies_beside(*each) for each in row)
+
+
+def losses(seen):
+    """Returns the training losses that a run has logged."""
+    return [float(line["train/loss"]) for line in seen["lines"] if "train/loss" in line]
 
 
 @pytest.mark.beside(when=lambda group, option: lies_beside(group, option))
 @pytest.mark.slow(unless=lambda group, option: f"{group}={option}" in IN_THE_FAST_TIER)
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
-def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, unchanged, group, option):
+@pytest.mark.parametrize(("group", "option"), [each for each in OPTIONS if is_alone(*each)], ids=lambda value: value)
+def test_an_option_trains_or_says_why_not(tmp_path, monkeypatch, places, unchanged, group, option):
     monkeypatch.setenv("WANDB_MODE", "offline")
     chosen = filled(overrides_for(group, option), places)
     if refused := REFUSED_HERE.get(f"{group}={option}"):
@@ -400,28 +445,33 @@ def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, unch
         return
     seen = observe(tmp_path, chosen) if group == "wandb" else unchanged(*chosen)
     assert not isinstance(seen, str), seen
-    assert any("train/loss" in line for line in seen["lines"])
+    assert losses(seen)
     saved = ["step-00000002", "step-00000004"]  # and before them the state for a rollback
     assert seen["kept"][-2:] == ([] if "checkpoint=off" in chosen else saved)
+
+
+@pytest.mark.beside(when=row_lies_beside)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", in_rows(each for each in OPTIONS if not is_alone(*each)), ids=typed)
+def test_every_other_option_trains_beside_others(tmp_path, places, row):
+    seen = observe(tmp_path, filled([*typed(row).split(), *SMALL, *logged(row), *SMALL_GPT], places))
+    assert losses(seen)
+    assert all(0 < loss < 20 for loss in losses(seen))
+    assert seen["kept"][-2:] == ["step-00000002", "step-00000004"]
 
 
 SAME_FOR_EVERY_MODEL = ("model", "data", "experiment", "warmup", "schedule", "wandb", "checkpoint", "determinism")
 """Groups that choose the model, or that never see it."""
 
 
-ALONE = ("stability", "faults", "guard", "forensics", "monitors", "forecast")
-"""Groups whose options choose others, spoil a step, or watch the others."""
-
-
 def with_resnet():
     """Returns the options that a ResNet takes, in rows: one of each group, or one that is tried alone."""
-    groups: dict[str, list[str]] = {}
-    for group, option in OPTIONS:
-        if group not in SAME_FOR_EVERY_MODEL and f"{group}={option}" not in {*REFUSED_WITH_RESNET, *REFUSED_HERE}:
-            groups.setdefault(group, []).append(option)
-    alone = [[(group, option)] for group in ALONE for option in groups.pop(group)]
-    rows = [[(group, each[row]) for group, each in groups.items() if row < len(each)] for row in range(12)]
-    return [row for row in rows + alone if row]
+    taken = [
+        (group, option)
+        for group, option in OPTIONS
+        if group not in SAME_FOR_EVERY_MODEL and f"{group}={option}" not in {*REFUSED_WITH_RESNET, *REFUSED_HERE}
+    ]
+    return in_rows(each for each in taken if each[0] not in ALONE) + [[each] for each in taken if each[0] in ALONE]
 
 
 @pytest.mark.parametrize("choice", sorted({*REFUSED_WITH_RESNET, *REFUSED_HERE}))
@@ -431,17 +481,13 @@ def test_an_option_that_does_not_fit_a_resnet_says_why(tmp_path, choice):
         observe(tmp_path, [*chosen, *SMALL_RESNET])
 
 
-@pytest.mark.beside(when=lambda row: any(lies_beside(*each) for each in row))
+@pytest.mark.beside(when=row_lies_beside)
 @pytest.mark.slow
-@pytest.mark.parametrize("row", with_resnet(), ids=lambda row: " ".join(f"{group}={option}" for group, option in row))
-def test_every_other_option_trains_a_resnet_too(tmp_path, monkeypatch, row):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    chosen = [f"{group}={option}" for group, option in row]
-    wandb = [] if "faults=wandb" in chosen else ["wandb=disabled"]
-    seen = observe(tmp_path, [*chosen, *SMALL, *wandb, *SMALL_RESNET])
-    losses = [float(line["train/loss"]) for line in seen["lines"] if "train/loss" in line]
-    assert losses
-    assert all(0 < loss < 20 for loss in losses)
+@pytest.mark.parametrize("row", with_resnet(), ids=typed)
+def test_every_other_option_trains_a_resnet_too(tmp_path, row):
+    seen = observe(tmp_path, [*typed(row).split(), *SMALL, *logged(row), *SMALL_RESNET])
+    assert losses(seen)
+    assert all(0 < loss < 20 for loss in losses(seen))
 
 
 def keys_of(group, option):
@@ -501,6 +547,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, monkeypatch, places, uncha
     if extra is None:
         pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/precision/test_modes.py"))
     base = unchanged(*chosen, *extra)
+    assert name == "data.download" or not isinstance(base, str), base
     value = NOT_HERE.get((group, option, key)) or changed(name, chosen)
     if value == "OTHER":
         value = places[f"OTHER:{option}"]

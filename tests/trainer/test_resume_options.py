@@ -17,7 +17,15 @@ from stabletrain.errors import ConfigError
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.devices import need_torchao
-from tests.laws.test_keys import OPTIONS, REFUSED_HERE, REFUSED_WITH_RESNET, lies_beside
+from tests.laws.test_keys import (
+    OPTIONS,
+    REFUSED_HERE,
+    REFUSED_WITH_RESNET,
+    in_rows,
+    lies_beside,
+    row_lies_beside,
+    typed,
+)
 from tests.runs import composed
 from tests.trainer.test_changes import begun, event
 
@@ -73,13 +81,51 @@ FAST = {
 OF_BOTH = {*DEFAULTS["gpt"], "precision", "clipping", "guard"}
 """Groups of which a ResNet has another default, or another state to keep."""
 
-CASES = [
-    pytest.param(name, group, option, id=f"{name}-{group}={option}")
+ALONE = ("stability", "wandb", "experiment", "qkclip")
+"""Groups whose options choose others, write elsewhere, or are refused beside many: each is typed alone."""
+
+ASKED = {
+    name: [
+        (group, option)
+        for group, option in OPTIONS
+        if (group, option) != ("wandb", "online")  # needs a network
+        and (name == "gpt" or group in OF_BOTH)
+    ]
     for name in MODELS
-    for group, option in OPTIONS
-    if (group, option) != ("wandb", "online")  # needs a network
-    if name == "gpt" or group in OF_BOTH
-]
+}
+
+
+def before(name, group):
+    """Returns the option that the run of a model has before the resume."""
+    return (DEFAULTS[name] | OTHERS)[group]
+
+
+def kind_of(name, group, option):
+    """Returns what the table says; empty for the option that the run has already."""
+    return row_of_option(group, before(name, group), option).kind if option != before(name, group) else ""
+
+
+def unfit(name, group, option):
+    """Returns part of the message with which an option is refused that fits neither device nor model, or None."""
+    with_resnet = REFUSED_WITH_RESNET | {"clipping=update_norm": "sgd.SGD does not show"}
+    return {**REFUSED_HERE, **(with_resnet if name == "resnet" else {})}.get(f"{group}={option}")
+
+
+def trains_on(name, group, option):
+    """Whether a resume with an option is to train on."""
+    return kind_of(name, group, option) != REFUSED and unfit(name, group, option) is None
+
+
+def together(name):
+    """Returns the options that train on in rows, of each group at most one."""
+    rows = in_rows(each for each in ASKED[name] if trains_on(name, *each) and each[0] not in ALONE)
+    alone = [[each] for each in ASKED[name] if trains_on(name, *each) and each[0] in ALONE]
+    fast = [[(group, option)] for of, group, option in FAST if of == name and trains_on(name, group, option)]
+    return rows + alone + fast
+
+
+REFUSALS = [(name, *each) for name in MODELS for each in ASKED[name] if not trains_on(name, *each)]
+ROWS = [pytest.param(name, row, id=f"{name}-{typed(row)}") for name in MODELS for row in together(name)]
 
 
 @pytest.fixture(scope="module")
@@ -98,37 +144,43 @@ def bases(tmp_path_factory):
 
 @pytest.mark.beside(when=lambda group, option: lies_beside(group, option))
 @pytest.mark.slow(unless=lambda name, group, option: (name, group, option) in FAST)
-@pytest.mark.parametrize(("name", "group", "option"), CASES)
-def test_every_option_does_what_the_table_says(tmp_path, bases, name, group, option):
-    if group == "precision":
-        need_torchao(option)
-    folder, before = tmp_path / "run", (DEFAULTS[name] | OTHERS)[group]
+@pytest.mark.parametrize(("name", "group", "option"), REFUSALS)
+def test_an_option_that_a_resume_cannot_take_is_refused_with_the_tables_sentence(tmp_path, bases, name, group, option):
+    shutil.copytree(bases(name), tmp_path / "run")
+    refused = kind_of(name, group, option) == REFUSED
+    errors = (ConfigError, ConfigCompositionException) if group == "experiment" else ConfigError
+    expected = "which a resume cannot change" if refused else unfit(name, group, option)
+    with pytest.raises(errors, match=f"{expected}|Could not override"):  # an experiment's model has other keys
+        resumed(tmp_path / "run", *words(name, [(group, option)]))
+
+
+@pytest.mark.beside(when=row_lies_beside)
+@pytest.mark.slow(unless=lambda name, row: len(row) == 1 and (name, *row[0]) in FAST)
+@pytest.mark.parametrize(("name", "row"), ROWS)
+def test_every_other_option_does_what_the_table_says(tmp_path, bases, name, row):
+    for group, option in row:
+        if group == "precision":
+            need_torchao(option)
+    folder = tmp_path / "run"
     shutil.copytree(bases(name), folder)
-    kind = row_of_option(group, before, option).kind if option != before else ""
-    logged = "offline" if (group, option) == ("faults", "wandb") else "disabled"
-    words = merged(Arguments([], MODELS[name]), parse_arguments([f"{group}={option}", "steps=4"])).overrides
-    try:
-        job = resumed(folder, *words, *([] if group == "wandb" else [f"wandb={logged}"]), "resume=auto")
-    except ConfigError as error:
-        with_resnet = REFUSED_WITH_RESNET | {"clipping=update_norm": "sgd.SGD does not show"}
-        unfit = {**REFUSED_HERE, **(with_resnet if name == "resnet" else {})}.get(f"{group}={option}")
-        expected = "which a resume cannot change" if kind == REFUSED else unfit or "a change that trains on"
-        if expected not in str(error):
-            raise
-        return
-    except ConfigCompositionException:  # the experiment's model does not have a key of the run's
-        if group != "experiment":
-            raise
-        return
-    assert kind != REFUSED
+    job = resumed(folder, *words(name, row))
     assert job.state.step == 4
-    told = event(folder)
-    if kind:
-        assert told["keys"][group] == [before, option]
-        assert told["keys"][group] == json.loads((folder / "run.json").read_text())["changes"][0]["keys"][group]
-    assert any(line.startswith(f"{group}={option}: ") for line in told["new"]) == (kind == NEW_STATE)
-    if kind == NEW_STATE:
+    kinds = {(group, option): kind_of(name, group, option) for group, option in row}
+    told, recorded = event(folder), json.loads((folder / "run.json").read_text()).get("changes")
+    for (group, option), kind in kinds.items():
+        if kind:
+            assert told["keys"][group] == recorded[0]["keys"][group] == [before(name, group), option]
+        assert any(line.startswith(f"{group}={option}: ") for line in told["new"]) == (kind == NEW_STATE)
+    if NEW_STATE in kinds.values():
         assert told["loss_after"] == pytest.approx(told["loss_before"], abs=0.02)
+
+
+def words(name, row):
+    """Returns what is typed to resume the run of a model with a row of options."""
+    chosen = parse_arguments([*typed(row).split(), "steps=4"])
+    logged = "offline" if ("faults", "wandb") in row else "disabled"
+    wandb = [] if any(group == "wandb" for group, _ in row) else [f"wandb={logged}"]
+    return [*merged(Arguments([], MODELS[name]), chosen).overrides, *wandb, "resume=auto"]
 
 
 def resumed(folder, *overrides):
