@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,15 +44,26 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--beside: there is no folder stabletrain/beside")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without `stabletrain/beside/`, leaves out folders and files that cannot be imported, as a whole."""
-    return True if not HAS_BESIDE and all_beside(collection_path) else None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out whole files: those that need `stabletrain/beside/` without it, and those with nothing asked for.
+
+    A worker takes ten seconds to import all of them.
+    """
+    unasked = (config.getoption("--slow") and not names_mark(collection_path, "slow")) or (
+        config.getoption("--beside") and not (lies_beside(collection_path) or names_mark(collection_path, "beside"))
+    )
+    return True if unasked or (not HAS_BESIDE and all_beside(collection_path)) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the tests of the other tier, and those that need `stabletrain/beside/` or only the others."""
     for item in items:
+        for mark in ("slow", "beside"):
+            if item.get_closest_marker(mark) and not names_mark(item.path, mark):
+                raise pytest.UsageError(
+                    f"{item.path}: write pytest.mark.{mark} in this file, or its tests are not found"
+                )
         if lies_beside(item.path):
             item.add_marker("beside")
     tiers = [True, False] if config.getoption("--all") else [config.getoption("--slow")]
@@ -90,6 +102,12 @@ def is_beside(item: pytest.Item) -> bool:
 def lies_beside(path: Path) -> bool:
     """Whether a folder or file of tests needs `stabletrain/beside/` by its place."""
     return any(path.is_relative_to(folder) for folder in BESIDE)
+
+
+@cache
+def names_mark(path: Path, mark: str) -> bool:
+    """Whether a file of tests has a mark; folders and other files count as if they had."""
+    return not path.match("test_*.py") or f"mark.{mark}" in path.read_text(encoding="utf-8")
 
 
 def all_beside(path: Path) -> bool:

@@ -490,11 +490,20 @@ def test_every_other_option_trains_a_resnet_too(tmp_path, row):
     assert all(0 < loss < 20 for loss in losses(seen))
 
 
-def keys_of(group, option):
-    """Returns the keys of this option's YAML; with no group, the top-level keys."""
+@cache
+def tree_of(group, option):
+    """Returns what this option's YAML holds beside its defaults."""
     tree = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
-    tree.pop("defaults", None)
-    return [key for key, value in leaves(tree) if key and key != "_target_" and not str(value).startswith("${")]
+    return {key: value for key, value in tree.items() if key != "defaults"}
+
+
+def keys_of(group, option):
+    """Returns the keys of this option's YAML."""
+    return [
+        key
+        for key, value in leaves(tree_of(group, option))
+        if key and key != "_target_" and not str(value).startswith("${")
+    ]
 
 
 def needs_faults(group, option, key):
@@ -504,7 +513,7 @@ def needs_faults(group, option, key):
 
 def class_of(group, option):
     """Returns what an option instantiates."""
-    return (yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}).get("_target_")
+    return tree_of(group, option).get("_target_")
 
 
 KEYS = [
