@@ -98,12 +98,14 @@ def test_a_benchmark_runs_and_writes_what_it_promises(case, tmp_path):
         assert all(len(card[case].cells(each)) == len(card[case].names) for each in results)
 
 
-@pytest.mark.parametrize("model", ["gpt_nano", "ResNet-20"])
-def test_a_step_launches_few_kernels_beyond_a_bare_loop(benchmark, model):
+@pytest.mark.parametrize(("model", "smaller"), [("gpt_nano", ()), ("ResNet-20", ("model.depth=14",))])
+def test_a_step_launches_few_kernels_beyond_a_bare_loop(benchmark, model, smaller):
     operations, targets = benchmark("operations"), benchmark("targets")
     more = {}
     for kind, chosen in operations.KINDS.items():
-        ours, bare = operations.both((*operations.MODELS[model], *chosen), "bf16")
+        if kind == "guard=skip":  # launches less than a rollback's guard, and more than none
+            continue
+        ours, bare = operations.both((*operations.MODELS[model], *smaller, *chosen), "bf16")
         assert ours.dispatched - ours.launched >= bare.dispatched - bare.launched > 50, "views launch nothing"
         more[kind] = ours.launched - bare.launched
     assert min(more.values()) > 0
@@ -368,12 +370,11 @@ def test_a_gpt2_step_at_32_x_1024_tokens_takes_a_third_of_the_memory(tmp_path):
     assert chunks["casts"] == 1, "the head is cast once, for all 26 chunks"
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is asked of Linux")
-def test_ten_thousand_runs_are_read_as_they_are_in_little_memory(benchmark, tmp_path):
-    """`python benchmarks/reading.py` measures how long this takes with ten times as many lines."""
+def test_two_thousand_runs_are_read_as_they_are_in_little_memory(benchmark, tmp_path):
+    """`python benchmarks/reading.py` measures ten thousand, with ten times as many lines."""
     made_runs = benchmark("made_runs")
-    made_runs.sweep(tmp_path / "sweep", runs=10_000, lines=100)
+    made_runs.sweep(tmp_path / "sweep", runs=2_000, lines=100)
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "read_runs.py"), str(tmp_path / "sweep")],
         cwd=ROOT,
@@ -383,11 +384,11 @@ def test_ten_thousand_runs_are_read_as_they_are_in_little_memory(benchmark, tmp_
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["runs"], found["finished"], found["lines"]) == (10_000, 10_000, 1_000_000)
+    assert (found["runs"], found["finished"], found["lines"]) == (2_000, 2_000, 200_000)
     assert found["misread"] == 0
     assert found["losses"] == [1, 1, made_runs.DISTINCT], "of each file of metrics one loss, of all as many"
-    assert found["own_mb"] < 600
-    assert found["helper_mb"] < 300
+    assert found["own_mb"] < 200
+    assert found["helper_mb"] < 150
 
 
 def test_a_scale_is_the_slope_of_its_three_largest_sizes(benchmark):
