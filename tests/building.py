@@ -1,18 +1,29 @@
 """Builds small runs in half of the time: what is the same for each run of a process is computed once."""
 
+from dataclasses import is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.utils import get_object
+
+PACKAGE = Path(__file__).parent.parent / "stabletrain"
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:
-    """Has this process keep the text of the standard library, its hash, and the FLOPs of each model."""
-    from stabletrain.data import text  # not before `--types` has its checks in place
+    """Has this process keep the text of the standard library, its hash, the FLOPs of each model, and git's answer.
+
+    A class that an option names is called with the option's values, as Hydra would after copying them three times.
+    """
+    from stabletrain.config import make as making  # not before `--types` has its checks in place
+    from stabletrain.data import text
+    from stabletrain.tracking import run_folder
     from stabletrain.trainer import contract
 
-    libraries, hashes, flops = {}, {}, {}
+    libraries, hashes, flops, commits = {}, {}, {}, {}
     make, fingerprint, count = text.Stdlib.__init__, text.Stdlib.fingerprint, contract.flops_per_sample
+    instantiate, ask_git = making.instantiate, run_folder.git
 
     @wraps(make)
     def made_once(self: Any, *given: Any, **named: Any) -> None:
@@ -37,6 +48,43 @@ def remember(patch: pytest.MonkeyPatch) -> None:
             flops[key] = count(model, inputs)
         return flops[key]
 
+    @wraps(instantiate)
+    def instantiated_quickly(node: Any, **given: Any) -> Any:
+        named = {**node, **given}
+        target, _ = named.pop("_target_"), named.pop("_convert_")
+        if not any(key.startswith("_") for key in named) and all(map(is_flat, named.values())):
+            try:
+                return get_object(target)(**{key: copied(value) for key, value in named.items()})
+            except Exception:  # Hydra says what is wrong
+                pass
+        return instantiate(node, **given)
+
+    @wraps(ask_git)
+    def asked_once(checkout: Path) -> Any:
+        if checkout != PACKAGE.parent:
+            return ask_git(checkout)
+        if checkout not in commits:
+            commits[checkout] = ask_git(checkout)
+        return commits[checkout]
+
+    patch.setattr(making, "instantiate", instantiated_quickly)
+    patch.setattr(run_folder, "git", asked_once)
     patch.setattr(text.Stdlib, "__init__", made_once)
     patch.setattr(text.Stdlib, "fingerprint", hashed_once)
     patch.setattr(contract, "flops_per_sample", counted_once)
+
+
+def is_flat(value: Any) -> bool:
+    """Whether Hydra would pass a value on: nothing in it is to be built, or is itself taken for a configuration."""
+    if isinstance(value, dict):
+        return "_target_" not in value and all(map(is_flat, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_flat, value))
+    return not (is_dataclass(value) or (isinstance(value, str) and ("${" in value or value == "???")))
+
+
+def copied(value: Any) -> Any:
+    """Returns a value as Hydra passes it on: lists and dicts are new, and a tuple is a list."""
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return [*map(copied, value)] if isinstance(value, list | tuple) else value

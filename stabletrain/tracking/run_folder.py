@@ -364,17 +364,26 @@ def usable_record(folder: Path) -> tuple[dict[str, Any], DamagedFile | None]:
 
 def git(checkout: Path) -> dict[str, Any] | None:
     """Returns the commit of a git checkout, and whether tracked files differ from it; None if it is not a checkout."""
-
-    def ask(*words: str) -> str:
-        command = ["git", "-C", str(checkout), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
+    if not (checkout / ".git").exists():
+        return None  # it may be installed inside the checkout of another project
+    command = [
+        "git",
+        "-C",
+        str(checkout),
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+        "--no-ahead-behind",
+    ]
     try:
-        if Path(ask("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
-            return None  # installed inside the checkout of another project
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": ask("status", "--porcelain", "-uno") != ""}
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
+    headers = dict(line.removeprefix("# ").split(maxsplit=1) for line in told if line.startswith("# "))
+    if headers.get("branch.oid", "(initial)") == "(initial)":
+        return None  # a branch without a commit
+    return {"commit": headers["branch.oid"], "dirty": any(not line.startswith("#") for line in told)}
 
 
 def versions() -> dict[str, str | None]:
