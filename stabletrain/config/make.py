@@ -1,9 +1,11 @@
 """Builds the object of a config group from the `_target_` of its chosen option, with Hydra."""
 
+import copy
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
 from typing import Any, Generic, Protocol, TypeVar
@@ -149,4 +151,10 @@ def load_yaml(path: Path) -> Any:
         OSError: see `read_file`.
         Exception: it is no such YAML; its parsers raise many types.
     """
-    return OmegaConf.create(read_file(path).decode())
+    return copy.deepcopy(parsed_yaml(read_file(path).decode()))
+
+
+@lru_cache(maxsize=8)
+def parsed_yaml(text: str) -> Any:
+    """Returns the configuration in a text of YAML, which nobody may change. Parsing takes longer than a copy of it."""
+    return OmegaConf.create(text)

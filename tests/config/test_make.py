@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.config import moved
-from stabletrain.config.make import Choice, innermost, leaves, missing_parts, plain
+from stabletrain.config.make import Choice, innermost, leaves, load_yaml, missing_parts, plain
 from stabletrain.data.batches import Dataset
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.extension import NoFaults, NoForecast
@@ -252,3 +252,12 @@ def test_a_role_lists_what_its_base_classes_need_too():
         speed = 1.0
 
     assert missing_parts(SimpleNamespace(speed=2.0), Derived) == ["size", "run()"]
+
+
+def test_a_file_of_yaml_is_read_as_it_is_now_and_each_reader_may_change_what_it_got(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("a: {b: 1}")
+    load_yaml(file).a.b = 2
+    assert load_yaml(file).a.b == 1
+    file.write_text("a: {b: 3}")
+    assert load_yaml(file).a.b == 3

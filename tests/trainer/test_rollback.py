@@ -28,6 +28,8 @@ QUICK = [
     "schedule=constant",
     "warmup=none",
     "seed=1",
+    "forensics=off",
+    "report=false",
     "precision=fp32",
 ]
 
@@ -144,7 +146,7 @@ def test_nothing_that_was_measured_is_dropped_and_the_stretch_is_marked(rolled):
     assert evaluated == [(30, True), (30, False), (50, False)]
 
 
-SAVING = ["steps=50", "checkpoint.every=12", "eval_every=20"]
+SAVING = ["steps=50", "checkpoint.every=12", "eval_every=20", "forensics=default"]
 
 
 @pytest.fixture(scope="module")

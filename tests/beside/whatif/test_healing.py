@@ -49,7 +49,7 @@ def events(folder, kind):
 def healed(tmp_path_factory):
     """The folder of a run that was healed."""
     logged = [*(each for each in HALTS if not each.startswith(("wandb", "report"))), "wandb=offline"]
-    logged += ["guard.escalate=whatif", "guard.whatif_steps=420"]
+    logged += ["guard.escalate=whatif", "guard.whatif_steps=260"]
     return once(tmp_path_factory, "healed", lambda folder: stabletrain.train([*logged, f"hydra.run.dir={folder}"]))
 
 
@@ -100,6 +100,7 @@ def test_wandb_has_a_healed_run_as_one_run_with_an_alert_and_the_settings_in_for
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_arms")
 def test_without_room_for_an_arm_the_run_halts_and_says_what_to_type(tmp_path):
     shown = [each for each in HALTS if not each.startswith("report")]
     run = [*shown, "guard.escalate=whatif", "guard.whatif_steps=10", f"hydra.run.dir={tmp_path / 'run'}"]
@@ -114,9 +115,10 @@ def test_without_room_for_an_arm_the_run_halts_and_says_what_to_type(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_arms")
 def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(healing, "winner_of", lambda result, tried: replace(tried, why="none of 1 fixes holds"))
-    run = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=160", f"hydra.run.dir={tmp_path / 'run'}"]
+    run = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=70", f"hydra.run.dir={tmp_path / 'run'}"]
     found = stabletrain.train(run)
     (unhealed,) = events(found.folder, "unhealed")
     assert unhealed["steps"] > 50
@@ -127,8 +129,8 @@ def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_arms")
 def test_the_best_arm_is_tried_from_step_0(tmp_path):
-    # Bad data from batch 150 on: without them the run from step 0 is the same up to there, bit for bit.
-    late = ["optimizer.lr=0.01", "steps=250", "faults=poison", "faults.at=[150]", "faults.length=4"]
+    # Bad data from batch 130 on: without them the run from step 0 is the same up to there, bit for bit.
+    late = ["optimizer.lr=0.01", "steps=180", "faults=poison", "faults.at=[130]", "faults.length=4", "forensics=off"]
     late += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=1400"]
     found = stabletrain.train([*HALTS, *late, f"hydra.run.dir={tmp_path / 'run'}"])
     (heal,) = events(found.folder, "heal")
@@ -151,16 +153,10 @@ def test_the_best_arm_is_tried_from_step_0(tmp_path):
 def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
     # The run has rolled back, and skipped data, before the state from which the arms start. The usual learning rate
     # from step 0 has no trouble, so it would read all of these data.
-    high = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "data.block_size=32", "batch_size=8", "steps=300"]
-    high += [
-        "optimizer.lr=7.5",
-        "schedule=constant",
-        "precision=fp32",
-        "device=cpu",
-        "eval_every=1000",
-        "eval_batches=2",
-    ]
-    high += ["guard.escalate=whatif", "guard.whatif_steps=2200", "report=false", "wandb=disabled"]
+    high = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "data.block_size=32", "batch_size=8", "steps=150"]
+    high += ["optimizer.lr=7.5", "schedule=constant", "precision=fp32", "device=cpu", "forensics=off"]
+    high += ["eval_every=1000", "eval_batches=2", "report=false", "wandb=disabled"]
+    high += ["guard.escalate=whatif", "guard.whatif_steps=2200"]
     found = stabletrain.train([*high, f"hydra.run.dir={tmp_path / 'run'}"])
     (heal,) = events(found.folder, "heal")
     assert any(start < heal["origin"] for start, _ in heal["skipped"])
@@ -176,19 +172,13 @@ def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
 @pytest.mark.usefixtures("few_arms")
 def test_a_run_heals_itself_twice(tmp_path):
     # The second bad data come after the second round of the first what-if.
-    twice = [
-        "optimizer.lr=0.01",
-        "steps=460",
-        "faults=poison",
-        "faults.length=4",
-        "faults.at=[150,400]",
-        "log_every=1",
-    ]
+    twice = ["optimizer.lr=0.01", "steps=272", "faults=poison", "faults.length=4", "faults.at=[130,250]"]
+    twice += ["forensics=off"]
     twice += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=8000"]
     found = stabletrain.train([*HALTS, *twice, f"hydra.run.dir={tmp_path / 'run'}"])
     assert found.status == "finished"
     first, second = events(found.folder, "heal")
-    assert first["origin"] < 150 < second["origin"]
+    assert first["origin"] < 130 < second["origin"]
     assert second["base"] == first["settings"], "it goes on with what the first healing changed"
     final = read_run_record(found.folder)["final"]
     assert (final["guard/healings"], final["guard/whatif_steps"]) == (2, first["steps"] + second["steps"])
@@ -197,7 +187,7 @@ def test_a_run_heals_itself_twice(tmp_path):
     arm = losses(place / next(each["folder"] for each in ranking if each["arm"] == second["arm"]))
     run = losses(found.folder)
     assert {step: run[step] for step in arm} == arm
-    assert max(arm) == max(run) == 460
+    assert max(arm) == max(run) == 272
 
 
 def planned(step, arms, rounds, changes=()):

@@ -16,7 +16,7 @@ from tests.runs import ROOT, python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-RUN = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=420", "hydra.run.dir=run"]
+RUN = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=260", "hydra.run.dir=run"]
 
 
 def end(folder):
@@ -48,7 +48,7 @@ def whole(tmp_path_factory):
     return end(once(tmp_path_factory, "healing_whole", uninterrupted) / "run")
 
 
-MOMENTS = [("SIGTERM", "arm:30"), ("SIGKILL", "install:1"), ("SIGKILL", "stop:2"), ("SIGTERM", "cost:3")]
+MOMENTS = [("SIGTERM", "arm:30"), ("SIGKILL", "install:1"), ("SIGKILL", "stop:2"), ("SIGTERM", "cost:2")]
 """In an arm, in the middle of the change to the winner, after the halt, and between two arms."""
 
 

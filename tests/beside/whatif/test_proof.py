@@ -144,12 +144,13 @@ def test_recordings_survive_packing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_arms")
-def test_a_case_is_recorded() -> None:
-    halts = [*TINY_GPT, "steps=140", "precision=fp32", "optimizer.lr=3", "schedule=constant", "guard.whatif_steps=600"]
+def test_a_case_is_recorded(few_arms, monkeypatch) -> None:
+    monkeypatch.setattr("tests.reliability.whatif.record.plan", few_arms)
+    halts = [*TINY_GPT, "steps=60", "precision=fp32", "optimizer.lr=3", "schedule=constant", "guard.whatif_steps=600"]
     halts += ["guard.max_rollbacks=0", "guard.patience=4", "checkpoint.every=40"]
     found = record(Case("rate/0", Drawn((*halts,), LOWER_RATE, (("optimizer.lr=0.01",),))))
     assert found["halted"]["halts"]
     assert healthy(found["healed"])
     assert found["again"]["winner"] in found["again"]["arms"]
+    assert found["again"]["arms"]["lr_half"]["difference"]
     assert len(found["grid"]) >= 4
