@@ -120,7 +120,7 @@ def together(name):
     """Returns the options that train on in rows, of each group at most one."""
     rows = in_rows(each for each in ASKED[name] if trains_on(name, *each) and each[0] not in ALONE)
     alone = [[each] for each in ASKED[name] if trains_on(name, *each) and each[0] in ALONE]
-    fast = [[(group, option)] for of, group, option in FAST if of == name and trains_on(name, group, option)]
+    fast = [[(group, option)] for of, group, option in sorted(FAST) if of == name and trains_on(name, group, option)]
     return rows + alone + fast
 
 
