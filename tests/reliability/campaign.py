@@ -334,11 +334,13 @@ def campaign(
     settings: Sequence[Setting] = SETTINGS,
     kinds: Sequence[str] = tuple(FAULTS),
     say: bool = False,
+    together: int = 1,
 ) -> list[Outcome]:
-    """Trains `runs` runs: cycles through the kinds of fault, each in a random setting."""
+    """Trains `runs` runs in random settings: cycles through the kinds of fault, `together` of them in each run."""
     draw, found = random.Random(seed), []
     for number in range(runs):
-        found.append(one(draw.choice(settings), plan(draw, kinds[number % len(kinds)])))
+        setting, places = draw.choice(settings), range(number * together, (number + 1) * together)
+        found.append(one(setting, [fault for place in places for fault in plan(draw, kinds[place % len(kinds)])]))
         if say or found[-1].bad:
             print(f"{number + 1}/{runs}", line(found[-1]), file=sys.stderr, flush=True)
     return found

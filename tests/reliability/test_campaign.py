@@ -15,9 +15,12 @@ IN_PROCESS = [kind for kind in FAULTS if kind != "kill"]
 
 @pytest.mark.slow
 def test_random_faults_at_random_times_corrupt_nothing():
-    found = campaign(len(IN_PROCESS) + 1, 0, QUICK, IN_PROCESS)
+    kinds = [*IN_PROCESS[::2], *IN_PROCESS[1::2]]  # two unlike ones in a run
+    found = campaign((len(kinds) + 1) // 2, 3, QUICK, kinds, together=2)
+    assert {outcome.setting for outcome in found} == {*QUICK}
     assert not [line(outcome) for outcome in found if outcome.bad]
-    assert sum(outcome.skipped["bad_data"] for outcome in found) >= 4
+    assert sum(outcome.skipped["bad_data"] for outcome in found) >= 5
+    assert sum(outcome.rollbacks for outcome in found) >= 1
     assert rendered(table(found)).count("\n") == len(IN_PROCESS)
 
 

@@ -16,10 +16,11 @@ of them, as weights do early in training and during a linear warmup. Each series
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
-from stabletrain.beside.forecast.signals import BY_NAME, LOSS, SIGNALS, values_of
+from stabletrain.beside.forecast.signals import LOSS, SIGNALS, values_of
 
 LOOKS = 12
 """Looks that a trend uses at most."""
@@ -75,19 +76,40 @@ def time(step, origin: float | None):
 
 def trends(steps: np.ndarray, heights: np.ndarray, origin: float | None = None) -> Trends:
     """Returns the lines of `heights` `[series, look]` at `steps` `[look]`, at least two, all above `origin`."""
-    first, second = np.triu_indices(len(steps), 1)
+    looks = len(steps)
+    first, second = pairs(looks)
     times = time(steps, origin)
     heights = np.clip(heights, -LARGEST, LARGEST)
-    slopes = (heights[:, second] - heights[:, first]) / (times[second] - times[first])
-    slope = np.median(slopes, axis=1)
+    slopes = np.sort((heights[:, second] - heights[:, first]) / (times[second] - times[first]), axis=1)
+    slope = middle(slopes)
     flat = heights - slope[:, None] * (times - times[-1])
-    value = np.median(flat, axis=1)
+    value = middle(np.sort(flat, axis=1))
     # Kendall's tau under no trend: standard deviation of the number of rising less falling pairs.
-    looks = len(steps)
     spread = 1.2816 * (looks * (looks - 1) * (2 * looks + 5) / 18) ** 0.5 / len(first) / 2
-    low, high = np.quantile(slopes, [max(0.0, 0.5 - spread), min(1.0, 0.5 + spread)], axis=1)
+    low, high = quantile(slopes, max(0.0, 0.5 - spread)), quantile(slopes, min(1.0, 0.5 + spread))
     error = np.abs(flat - value[:, None]).mean(axis=1)
     return Trends(value, slope, low, high, error, float(steps[-1]), origin)
+
+
+@cache
+def pairs(looks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first and the second of each two looks."""
+    return np.triu_indices(looks, 1)
+
+
+def middle(ordered: np.ndarray) -> np.ndarray:
+    """Returns the medians of rows in rising order. For short rows, numpy's takes several times as long."""
+    half = ordered.shape[1] // 2
+    return ordered[:, half] if ordered.shape[1] % 2 else (ordered[:, half - 1] + ordered[:, half]) / 2
+
+
+def quantile(ordered: np.ndarray, share: float) -> np.ndarray:
+    """Returns a quantile of rows in rising order, interpolated as numpy's, to the bit."""
+    place = share * (ordered.shape[1] - 1)
+    below = int(place)
+    above = min(below + 1, ordered.shape[1] - 1)
+    part, length = place - below, ordered[:, above] - ordered[:, below]
+    return ordered[:, below] + length * part if part < 0.5 else ordered[:, above] - length * (1 - part)
 
 
 def median(values: Sequence[float]) -> float:
@@ -103,6 +125,10 @@ SPREAD = 3
 
 SETTLED = 2
 """The first step whose look belongs to a trend: the look at step 1 shows the initial weights."""
+
+
+THRESHOLDS = {signal.name: signal.height(signal.threshold) for signal in SIGNALS}
+"""Heights at which trouble begins, by signal."""
 
 
 Key = tuple[str, str]
@@ -216,16 +242,15 @@ class Series:
             heights, looks = np.array([*keys.values()]), np.array(steps)
             lines = trends(looks, heights), trends(looks, heights, self._origin(steps))
             reach = min(float(self.horizon), step - steps[0])
-            ahead = [line.at(step + reach) for line in lines]
+            here, ahead = [line.at(step) for line in lines], [line.at(step + reach) for line in lines]
             now_slopes = [line.slope_now() for line in lines]
             for number, key in enumerate(keys):
                 which = int(lines[1].error[number] < lines[0].error[number])
                 line = lines[which]
                 slopes[key] = slope = float(now_slopes[which][number]) if line.low[number] > 0 else 0.0
                 later[key] = float(ahead[which][number]) if slope > 0 else float(line.value[number])
-                signal = BY_NAME[key[0]]
-                threshold = signal.height(signal.threshold)
-                if slope > 0 and line.at(step)[number] < threshold <= line.at(step + reach)[number]:
+                threshold = THRESHOLDS[key[0]]
+                if slope > 0 and here[which][number] < threshold <= ahead[which][number]:
                     crossings[key] = line.reach(number, threshold)
         return later, crossings, slopes
 

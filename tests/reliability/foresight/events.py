@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stabletrain.beside.forecast.series import THRESHOLDS
 from stabletrain.beside.forecast.signals import SIGNALS, values_of
 from tests.reliability.foresight.record import Recording
 
@@ -151,7 +152,7 @@ def crossings(run: Run) -> dict[tuple[str, str], int]:
                 continue
             for place, value in seen[signal.name].items():
                 key = signal.name, place
-                if signal.height(value) >= signal.height(signal.threshold):
+                if signal.height(value) >= THRESHOLDS[signal.name]:
                     if number == 0 or key in at_first:
                         at_first.add(key)
                     found.setdefault(key, int(step))

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 from scipy.optimize import minimize
 
 from stabletrain.beside.forecast.model import FEATURES, Model, features
+from stabletrain.beside.forecast.series import Key
 from stabletrain.beside.forecast.signals import SIGNALS
 from tests.reliability.foresight.looks import HORIZON, Watched
 from tests.reliability.foresight.score import EARLIEST, LATEST, threshold_at
@@ -42,8 +43,9 @@ def fit(runs: Sequence[Watched], others: Sequence[Watched] = ()) -> Model:
 def healthy(quiet: Sequence[Watched]) -> dict[str, float]:
     """Returns the value of each signal below which nearly all looks of runs without trouble lie."""
     found = {}
+    looks = [highest(each.now) for run in quiet for each in run.heights]
     for signal in SIGNALS:
-        heights = [highest(each.now, signal.name) for run in quiet for each in run.heights]
+        heights = [look.get(signal.name, math.nan) for look in looks]
         finite = [height for height in heights if math.isfinite(height)]
         height = float(np.quantile(finite, QUANTILE)) if finite else signal.height(signal.threshold) - 1.0
         height = -height if signal.falls else height
@@ -51,9 +53,12 @@ def healthy(quiet: Sequence[Watched]) -> dict[str, float]:
     return found
 
 
-def highest(now: dict, name: str) -> float:
-    """Returns the highest height of a signal over its places; NaN without one."""
-    return max((height for (signal, _), height in now.items() if signal == name), default=math.nan)
+def highest(now: Mapping[Key, float]) -> dict[str, float]:
+    """Returns the highest height of each signal over its places."""
+    found: dict[str, float] = {}
+    for (signal, _), height in now.items():
+        found[signal] = max(found.get(signal, height), height)
+    return found
 
 
 def probabilities(each: Watched, model: Model) -> np.ndarray:

@@ -30,17 +30,15 @@ class Watched:
     steps: tuple[int, ...]
     heights: tuple[Heights, ...]
     crossed: dict[Key, int]
-    _levels: dict[tuple, list[Outlook]] = field(default_factory=dict, compare=False)
+    _levels: dict[tuple, list[tuple[Outlook, np.ndarray]]] = field(default_factory=dict, compare=False)
 
     def outlooks(self, model: Model) -> list[Outlook]:
         """Returns what a model foretells at each look. The levels depend on its healthy values alone: computed once."""
         healthy = tuple(model.healthy.items())
         if healthy not in self._levels:
-            self._levels[healthy] = [outlook(each, model) for each in self.heights]
-        return [
-            replace(each, probability=model.probability(features(each.levels, each.ahead)))
-            for each in self._levels[healthy]
-        ]
+            seen = [outlook(each, model) for each in self.heights]
+            self._levels[healthy] = [(each, features(each.levels, each.ahead)) for each in seen]
+        return [replace(each, probability=model.probability(values)) for each, values in self._levels[healthy]]
 
 
 def watch(recordings: Iterable[Recording]) -> list[Watched]:
