@@ -15,6 +15,8 @@ import torch
 from tests import building, composing, typechecks
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # only Triton needs the compiler's processes, each of which imports torch
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it only once, on its first use
 
 

@@ -239,6 +239,9 @@ def run(loop, fault, kind, steps=STEPS, folder=None):
             step(FAULTS[fault](way, models, optimizers, number, labelled(number)))
     except TrainingHalted:
         pass
+    if kind == "attached":
+        for guard in way.guards:
+            guard.detach()  # else it is told of every backward call of later loops until Python collects it
     return way, [
         ({kind: count for kind, count in guard.skips.items() if count}, sorted({each.kind for each in guard.alarms}))
         for guard in way.guards

@@ -132,7 +132,7 @@ def against_plain(make: Maker, run: Run) -> list[Finding]:
     loop = make()
     loss, gradient = gradient_of(loop, loop.batch(0))
     how = " and ".join((["compiled"] if loop.compiled else []) + (["recomputed"] if run.recomputed else []))
-    allowed = allowed_of(make, run.gradient)
+    allowed = allowed_of(make, loop, run.gradient)
     wrong = differing(gradient, run.gradient, allowed)
     same_loss = abs(loss - run.loss) <= SAME * max(abs(run.loss), 1e-30)
     if wrong and loop.compiled:
@@ -153,16 +153,16 @@ def against_plain(make: Maker, run: Run) -> list[Finding]:
     return [recomputed_wrong(run, gradient, wrong)]
 
 
-def allowed_of(make: Maker, gradient: Gradients) -> dict[str, float]:
+def allowed_of(make: Maker, loop: Loop, gradient: Gradients) -> dict[str, float]:
     """Returns how far the gradient of each parameter may be from the plain one.
 
     A compiled model in low precision may round elsewhere: as far as the plain one is from fp32, three times.
     """
     allowed = {name: SAME * float(each.double().norm()) + FLOOR * norm(gradient) for name, each in gradient.items()}
-    loop = make()
     if loop.compiled and loop.precision != "fp32":
+        fresh = make()  # only then: to make a compiled loop takes the compiler's time
         with eager(), without_autocast():
-            exact = gradient_of(loop, loop.batch(0))[1]
+            exact = gradient_of(fresh, fresh.batch(0))[1]
         for name, each in apart(gradient, exact).items():
             allowed[name] = allowed.get(name, 0.0) + 3 * each
     return allowed
@@ -183,7 +183,7 @@ def compiled_without_dropout(make: Maker, how: str) -> list[Finding]:
         with eager(), without_dropout(loop.model):
             plain_loss, plain = gradient_of(loop, loop.batch(0))
             again = gradient_of(loop, loop.batch(0), 2)[1]
-        allowed = allowed_of(make, plain)
+        allowed = allowed_of(make, loop, plain)
         wrong = differing(gradient, plain, allowed)
         if not wrong:
             value = cosine(gradient, plain)
