@@ -3,10 +3,10 @@
 from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import pytest
-from hydra.utils import get_object
 
 PACKAGE = Path(__file__).parent.parent / "stabletrain"
 
@@ -54,7 +54,7 @@ def remember(patch: pytest.MonkeyPatch) -> None:
         target, _ = named.pop("_target_"), named.pop("_convert_")
         if not any(key.startswith("_") for key in named) and all(map(is_flat, named.values())):
             try:
-                return get_object(target)(**{key: copied(value) for key, value in named.items()})
+                return locate(target)(**{key: copied(value) for key, value in named.items()})
             except Exception:  # Hydra says what is wrong
                 pass
         return instantiate(node, **given)

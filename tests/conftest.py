@@ -128,14 +128,21 @@ def fulfils(item: pytest.Item, condition: Callable[..., bool]) -> bool:
 
 @pytest.fixture(autouse=True)
 def _global_state():
-    """Seeds torch's generator, so that no test depends on earlier ones; restores process-wide switches afterwards.
-
-    Without a device, only the host's: for each device that may come, `torch.manual_seed` keeps a stack trace.
-    """
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
+    """Seeds torch's generators, so that no test depends on earlier ones; restores process-wide switches afterwards."""
+    torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _seed_no_absent_device():
+    """Without a device, has PyTorch drop the seeds for one that may come: it keeps a stack trace with each."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(torch.cuda.random, "_lazy_call", lambda *_, **__: None)
+            patch.setattr(torch.xpu.random, "_lazy_call", lambda *_, **__: None)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

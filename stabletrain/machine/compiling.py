@@ -7,7 +7,7 @@ recompile for a second shape with dynamic sizes, and a step would depend on what
 
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,8 +43,31 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     unordered = {aten.embedding_dense_backward.default, aten.max_pool2d_with_indices_backward.default}
     for operation in unordered - {*lowerings}:  # with CI set, PyTorch rejects unregistered fallbacks
         make_fallback(operation, require_contiguous, warn=False, override_decomp=True)
-    table = {operation: rule for operation, rule in select_decomp_table().items() if operation not in unordered}
-    return compile_fx(graph, inputs, config_patches={"deterministic": not may_measure()}, decompositions=table)
+    rules = {operation: rule for operation, rule in select_decomp_table().items() if operation not in unordered}
+    table = Decompositions(rules, sorted(map(str, unordered)))
+    with torch.compiler.config.patch(cache_key_tag=table.name):  # ty: ignore[missing-attribute]
+        return compile_fx(graph, inputs, config_patches={"deterministic": not may_measure()}, decompositions=table)
+
+
+class Decompositions(dict):
+    """PyTorch's decompositions without some, by operation; with a name that tells them from others in PyTorch's caches.
+
+    Those keep compiled code on disk for later processes. One has the decompositions in its key, as a pickle; PyTorch's
+    own have none. The other does not: without a name of ours there, it gives the code of a program that was compiled
+    without this module.
+
+    Args:
+        rules: by operation.
+        left_out: names of the operations without a rule.
+    """
+
+    def __init__(self, rules: Mapping[Any, Callable[..., Any]], left_out: Sequence[str]) -> None:
+        super().__init__(rules)
+        self.name = f"without decompositions of {', '.join(left_out)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns the name alone; PyTorch's version, with which the rules come, is in the keys already."""
+        return str, (self.name,)
 
 
 class Compiled:

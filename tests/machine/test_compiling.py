@@ -143,6 +143,41 @@ def test_compiled_max_pooling_adds_the_windows_of_a_pixel_in_eager_modes_order(d
 
 
 @pytest.mark.slow
+def cache_hits(run):
+    """Returns how often code is found in PyTorch's caches while `run` compiles."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    run()
+    return sum(
+        counters[part][name]
+        for part, name in (("aot_autograd", "autograd_cache_hit"), ("inductor", "fxgraph_cache_hit"))
+    )
+
+
+@pytest.mark.slow
+def test_the_same_model_is_compiled_once_for_later_processes_and_never_taken_from_a_plain_one():
+    from torch._inductor.utils import fresh_cache
+
+    inputs = torch.arange(8).view(2, 4)
+
+    def plain():
+        model = nn.Embedding(16, 4)
+        with torch._inductor.config.patch(deterministic=True):
+            model.compile(dynamic=False)
+            model(inputs).square().sum().backward()
+
+    def ours():
+        assert proved(nn.Embedding(16, 4), inputs)[1] == ""
+
+    with fresh_cache():
+        assert [cache_hits(plain), cache_hits(plain) > 0] == [0, True]
+        assert cache_hits(ours) == 0, "its embedding's gradient is summed in another order"
+        assert cache_hits(ours) > 0
+    torch.compiler.reset()
+
+
 def test_a_late_run_of_a_process_is_compiled_as_the_first_was(compiled):
     """By default PyTorch silently runs eagerly after eight recompilations."""
     for number in range(12):
