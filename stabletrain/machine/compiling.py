@@ -166,8 +166,7 @@ def try_compiled(
         parameter.grad = None  # the trial would accumulate into it in place
     loss, why = None, ""
     with rng_restored(model), torch.enable_grad():
-        # Drop what earlier runs of this process compiled: it counts against the limit. This draws random numbers too.
-        torch.compiler.reset()
+        drop_compiled()  # it draws random numbers too
         compile_(model, shape)
         try:
             loss, why = attempt(forward, any_rank)
@@ -184,6 +183,15 @@ def try_compiled(
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = gradient
     return time.perf_counter() - began, why
+
+
+def drop_compiled() -> None:
+    """Drops what earlier runs of this process compiled, which counts against the limit; not how long it took."""
+    from torch._dynamo.utils import compilation_time_metrics as seconds
+
+    before = {phase: [*each] for phase, each in seconds.items()}
+    torch.compiler.reset()
+    seconds.update(before)
 
 
 def attempt(act: Callable[[], Any], any_rank: Callable[[bool], bool]) -> tuple[Any, str]:

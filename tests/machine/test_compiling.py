@@ -189,6 +189,17 @@ def test_the_same_model_is_compiled_once_for_later_processes_and_never_taken_fro
     torch.compiler.reset()
 
 
+def test_the_seconds_of_earlier_compilations_are_still_known(compiled):
+    from torch._dynamo.utils import compilation_time_metrics as metrics
+
+    took = []
+    for _ in range(2):
+        proved(Worn(), torch.randn(4, 8))
+        took.append([*metrics["_compile.compile_inner"]])
+    assert took[1][: len(took[0])] == took[0]
+    assert len(took[1]) > len(took[0]) > 0
+
+
 def test_a_late_run_of_a_process_is_compiled_as_the_first_was(compiled):
     """By default PyTorch silently runs eagerly after eight recompilations."""
     for number in range(12):

@@ -61,7 +61,7 @@ def check_loop(
             for each in of_check:
                 tell(each)
             found += of_check
-    return Report(found, time.perf_counter() - began, compiler_seconds() - compiled)
+    return Report(found, time.perf_counter() - began, max(0.0, compiler_seconds() - compiled))
 
 
 def compiler_seconds() -> float:
