@@ -156,5 +156,5 @@ def load_yaml(path: Path) -> Any:
 
 @lru_cache(maxsize=8)
 def parsed_yaml(text: str) -> Any:
-    """Returns the configuration in a text of YAML, which nobody may change. Parsing takes longer than a copy of it."""
+    """Returns the configuration in a text of YAML, to be copied and not changed. Parsing takes longer than a copy."""
     return OmegaConf.create(text)
