@@ -5,6 +5,7 @@ The message of each error is written for the user: name, value, bound, fix. `tra
 """
 
 import difflib
+import functools
 import os
 import sysconfig
 import traceback
@@ -103,12 +104,14 @@ def own_traceback(error: BaseException) -> str | None:
     return "".join(shown.format()) if found else None
 
 
+@functools.cache
 def is_library(file: str) -> bool:
     """Returns whether a source file belongs to Python or to an installed package, or is generated code."""
     path = os.path.realpath(file)
     return not os.path.isabs(file) or path.startswith(LIBRARIES) or not INSTALLED.isdisjoint(Path(path).parts)
 
 
+@functools.cache
 def is_own(file: str) -> bool:
     """Returns whether a source file is the user's: not stabletrain's, not Python's, not an installed package's."""
     return not is_library(file) and not os.path.realpath(file).startswith(PACKAGE)

@@ -87,7 +87,7 @@ def test_a_fault_says_where_it_is(fault):
 @pytest.mark.parametrize("kind", [kind for kind, group in KINDS.items() if group == "resume"])
 def test_right_after_the_load_nothing_differs_but_what_a_fault_points_at(kind):
     for program in (each for each in FAULTY if each.fault.kind == kind):
-        wrong = evidence.resumed(program, 0)
+        wrong = evidence.resumed(program, evidence.trained(program)[0], 0)
         assert wrong or kind == "generator_not_restored", program.name
         assert all(name.startswith(program.fault.points_at) for name in wrong), (program.name, wrong)
 
@@ -98,8 +98,8 @@ def test_a_clean_program_trains_and_resumes_bit_for_bit(program):
     loop, losses = evidence.trained(program)
     assert evidence.sound(loop, losses)
     assert evidence.differ(evidence.state(program.make()), evidence.state(loop))
-    assert evidence.resumed(program, 1) == []
-    assert loop.compiled or all(evidence.special_steps(program).values())  # an optimizer is not compiled
+    assert evidence.resumed(program, loop, 1) == []
+    assert loop.compiled or evidence.survives_all(program)  # an optimizer is not compiled
 
 
 @pytest.mark.slow(unless=lambda kind: kind in ("wrong_factor", "scaler_not_restored"))

@@ -5,6 +5,7 @@ healthy programs of this project.
 """
 
 import copy
+import functools
 import math
 import random
 
@@ -427,11 +428,11 @@ class Recorder:
     Args:
         model, optimizer, max_norm: as for `Guard`.
         records: whether this is the first guard of the program.
+        steps: how many it takes before it ends the program.
     """
 
-    STEPS = 6
-
-    def __init__(self, model, optimizer, max_norm=0.0, records=True):
+    def __init__(self, model, optimizer, max_norm=0.0, records=True, steps=0):
+        self.steps = steps
         self.model, self.optimizer, self.max_norm, self.records = model, optimizer, max_norm or 0.0, records
         self.start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         self.batches, self.last = [], self
@@ -439,7 +440,7 @@ class Recorder:
 
     def step(self, closure, batch=None):
         """Trains one step."""
-        if self.records and len(self.batches) == self.STEPS:
+        if self.records and len(self.batches) == self.steps:
             self.closure = closure
             raise Recorded
         batch = batch if isinstance(batch, tuple) else (batch,)
@@ -466,24 +467,38 @@ class RecordedData:
         return tuple(each.clone() for each in self.batches[step % len(self.batches)])
 
 
+def recorded(program, steps):
+    """Runs a healthy program for so many steps of its first network; returns what recorded them."""
+    random.seed(0)
+    torch.manual_seed(0)
+    guards = []
+
+    def guard(model, optimizer, max_norm=0.0, **_):
+        guards.append(Recorder(model, optimizer, max_norm, not guards, steps))
+        return guards[-1]
+
+    try:
+        PROGRAMS[program](1000, guard)
+    except Recorded:
+        pass
+    return guards[0]
+
+
+@functools.cache
+def batches_of(program):
+    """Returns the batches of a healthy program's first steps."""
+    return recorded(program, 6).batches
+
+
 class Healthy(Loop):
     """The first network of a healthy program, with its batches, its loss and its optimizer."""
 
     ranks, program = 1, ""
 
     def make_data(self):
-        random.seed(0)
-        guards = []
-
-        def guard(model, optimizer, max_norm=0.0, **_):
-            guards.append(Recorder(model, optimizer, max_norm, not guards))
-            return guards[-1]
-
-        try:
-            PROGRAMS[self.program](1000, guard)
-        except Recorded:
-            self.recorder = guards[0]
-        return RecordedData(self.recorder.batches)
+        batches = batches_of(self.program)
+        self.recorder = recorded(self.program, 0)
+        return RecordedData(batches)
 
     def make_model(self):
         self.recorder.model.load_state_dict(self.recorder.start[0])

@@ -1,5 +1,6 @@
 """What shows that a planted fault is silent and real, and that a clean program is clean."""
 
+import functools
 import random
 import warnings
 from collections.abc import Iterator
@@ -84,24 +85,30 @@ def sound(loop: Loop, losses: list[float]) -> bool:
     return finite({"losses": torch.tensor(losses), **state(loop)})
 
 
+@functools.cache
+def trained_clean(loop: type[Loop], options: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the state of a clean program that has been trained, and its parameters before: for all faults in it."""
+    program = Program("clean", loop, dict(options))
+    start = {name: each.detach().clone() for name, each in program.make().model.named_parameters()}
+    return state(trained(program)[0]), start
+
+
 def trains_otherwise(program: Program, loop: Loop) -> float:
     """Returns how far a trained loop's weights are from the clean program's, relative to what those have moved.
 
     Infinity if the loss scale is another one.
     """
-    ours, clean, start = state(loop), state(trained(program.clean)[0]), state(program.clean.make())
+    ours, (clean, start) = state(loop), trained_clean(program.loop, tuple(program.options.items()))
     if any(name in ours and not same(ours[name], clean[name]) for name in clean if name.startswith("scaler")):
         return float("inf")
-    parameters = [name for name, _ in program.clean.make().model.named_parameters()]
-    both = [name for name in parameters if name in ours and ours[name].shape == clean[name].shape]
+    both = [name for name in start if name in ours and ours[name].shape == clean[name].shape]
     moved = {name: float((clean[name] - start[name]).norm()) for name in both}
     apart = {name: float((ours[name] - clean[name]).norm()) for name in both}
     return max(apart[name] / moved[name] for name in both if moved[name])
 
 
-def resumed(program: Program, steps: int) -> list[str]:
-    """Returns what differs between a loop and a fresh one that loaded its state, both after so many more steps."""
-    loop, _ = trained(program)
+def resumed(program: Program, loop: Loop, steps: int) -> list[str]:
+    """Returns what differs between a trained loop and a fresh one that loaded its state, both after more steps."""
     saved = loop.save()
     take(loop, steps)
     fresh = program.make()
@@ -123,20 +130,30 @@ def data_differ(program: Program) -> bool:
     return any(not all(map(same, ours.batch(*place), clean.batch(*place))) for place in places)
 
 
-def special_steps(program: Program) -> dict[str, bool]:
-    """Returns whether weights and moments stay finite in a step with zero gradients, huge ones, and weights of 0.
-
-    Each as the first step, and after one.
-    """
-    return {
-        kind: all(finite(state(special(kind, program, before))) for before in (0, 1))
-        for kind in ("zero_gradient", "huge_gradient", "zero_weights")
-    }
+SPECIAL = ("zero_gradient", "huge_gradient", "zero_weights")
 
 
-def special(kind: str, program: Program, before: int) -> Loop:
-    """Takes so many steps and then a special one; returns the loop."""
-    loop, _ = trained(program, before)
+def survives(program: Program, kind: str) -> bool:
+    """Whether weights and moments stay finite in a step of this kind, as the first step and after one."""
+    return all(finite(state(special(kind, trained(program, before)[0]))) for before in (0, 1))
+
+
+def survives_all(program: Program) -> bool:
+    """Whether a clean program survives every special step; it is built once, and goes back to where it was."""
+    loop, _ = trained(program, 0)
+    for before in (0, 1):
+        if before:
+            take(loop, before)
+        saved = loop.save()
+        for kind in SPECIAL:
+            if not finite(state(special(kind, loop))):
+                return False
+            loop.load(saved)
+    return True
+
+
+def special(kind: str, loop: Loop) -> Loop:
+    """Takes a special step: with zero gradients, huge ones, or weights of 0; returns the loop."""
     for optimizer in loop.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -164,9 +181,9 @@ def real(program: Program, loop: Loop) -> bool:
     if program.fault.kind == "nan_stays":
         return not recovers(program)
     if group == "resume":
-        return bool(resumed(program, 1))
+        return bool(resumed(program, loop, 1))
     if group == "data":
         return data_differ(program)
     if group == "optimizer":
-        return not special_steps(program)[program.fault.kind]
+        return not survives(program, program.fault.kind)
     return trains_otherwise(program, loop) > LEAST
