@@ -4,6 +4,7 @@ The ten loops; variants of them that look like a fault and are none, each with a
 healthy programs of this project.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -477,10 +478,8 @@ def recorded(program, steps):
         guards.append(Recorder(model, optimizer, max_norm, not guards, steps))
         return guards[-1]
 
-    try:
+    with contextlib.suppress(Recorded):
         PROGRAMS[program](1000, guard)
-    except Recorded:
-        pass
     return guards[0]
 
 
