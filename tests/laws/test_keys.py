@@ -556,7 +556,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, monkeypatch, places, uncha
     if extra is None:
         pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/precision/test_modes.py"))
     base = unchanged(*chosen, *extra)
-    assert name == "data.download" or not isinstance(base, str), base
+    assert (option, name) in REFUSED_WITHOUT or not isinstance(base, str), base
     value = NOT_HERE.get((group, option, key)) or changed(name, chosen)
     if value == "OTHER":
         value = places[f"OTHER:{option}"]
@@ -576,6 +576,9 @@ SEEN_ELSEWHERE = {
     "parallel.timeout": "tests/parallel/test_ranks.py",
 }
 """Keys that affect only the cost of a run, or only several processes, and the test that shows their effect."""
+
+REFUSED_WITHOUT = {("cifar10", "data.download"), ("imagefolder", "data.val_fraction")}
+"""Options, and keys without which their run here is refused."""
 
 OF_IMAGES = {("faults", "poison", "factor")}
 """Keys that matter for images only."""
