@@ -1,13 +1,15 @@
 """Arms as runs: each is the resume that the user could type, goes on where it stopped, and ends early if it breaks."""
 
 import json
+import multiprocessing
+import operator
 import shutil
 import signal
 
 import pytest
 
 import stabletrain
-from stabletrain.beside.whatif import arm_run
+from stabletrain.beside.whatif import arm_run, rounds
 from stabletrain.beside.whatif.arm_run import ArmRun
 from stabletrain.beside.whatif.arms import Arm
 from stabletrain.beside.whatif.base import read_base
@@ -180,10 +182,19 @@ def test_the_loss_of_a_skipped_step_does_not_count(shared_run, tmp_path):
 
 @pytest.mark.slow
 def test_several_at_once_are_the_same_as_one_after_the_other(shared_run, tmp_path):
-    arms = [Arm("nothing"), SLOWER, Arm("zclip", ("clipping=zclip",))]
+    arms = [SLOWER, Arm("zclip", ("clipping=zclip",))]
     alone, together = (
-        [arm_to(shared_run, tmp_path / place / arm.folder, 70, arm) for arm in arms] for place in ("alone", "together")
+        [arm_to(shared_run, tmp_path / place / arm.folder, 66, arm) for arm in arms] for place in ("alone", "together")
     )
     ended(alone)
     assert {each.arm.name for each in ended(together, jobs=2)} == {arm.name for arm in arms}
     assert [losses(each.folder) for each in together] == [losses(each.folder) for each in alone]
+
+
+@pytest.mark.slow
+def test_an_arm_that_waited_for_a_process_runs_too(shared_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(rounds, "run_in_process", operator.is_)  # ends at once
+    context = multiprocessing.get_context("fork")  # needs no import of torch
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
+    arms = [arm_to(shared_run, tmp_path / name, 66, Arm(name)) for name in ("first", "second", "third")]
+    assert {each.arm.name for each in ended(arms, jobs=2)} == {"first", "second", "third"}
