@@ -247,7 +247,7 @@ NUMBERS += ["+model.in_features=10", "+model.out_features=10"]
     ],
 )
 def test_every_objective_trains(tmp_path, typed):
-    assert trained(tmp_path, "h100", *NUMBERS, *typed.split(), *SHORT, "wandb=disabled").foreign == []
+    assert trained(tmp_path, "h100", *NUMBERS, *SHORT, "wandb=disabled", *typed.split()).foreign == []
 
 
 @pytest.mark.slow
