@@ -78,7 +78,7 @@ WHOLE = {
 """Options that need whole tensors, or sums over their shards."""
 
 ON_SHARDS = ("cautious_muon", "agc", "update_norm", "stable_adamw", "mu", "chunks", "centered")
-"""Those tried with fsdp, too, in one launch; `test_shards.py` has the others."""
+"""Those tried with fsdp, too; `test_shards.py` has the others."""
 
 NARROW = {
     "bf16": [*GPT, "precision=bf16"],
@@ -153,7 +153,9 @@ FOUR["fsdp/few_rows"] = {"overrides": [*FEW_ROWS, "parallel=fsdp"]}
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    return on_demand(shared_place / "agreement_two", 2, CASES, [[f"fsdp/{name}" for name in ON_SHARDS]])
+    slow = [name for name in KINDS if name not in ESSENTIAL]
+    together = [[name for name in slow if name.startswith(f"{kind}/")] for kind in ("ddp", "fsdp")]
+    return on_demand(shared_place / "agreement_two", 2, CASES, together)
 
 
 @pytest.fixture(scope="module")
