@@ -192,6 +192,7 @@ def test_several_at_once_are_the_same_as_one_after_the_other(shared_run, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python 3.12 and up: the forks do nothing
 def test_an_arm_that_waited_for_a_process_runs_too(shared_run, tmp_path, monkeypatch):
     monkeypatch.setattr(rounds, "run_in_process", operator.is_)  # ends at once
     context = multiprocessing.get_context("fork")  # needs no import of torch
