@@ -45,7 +45,9 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         make_fallback(operation, require_contiguous, warn=False, override_decomp=True)
     rules = {operation: rule for operation, rule in select_decomp_table().items() if operation not in unordered}
     table = Decompositions(rules, sorted(map(str, unordered)))
-    with torch.compiler.config.patch(cache_key_tag=table.name):  # ty: ignore[missing-attribute]
+    caches = torch.compiler.config
+    tag = f"{caches.cache_key_tag} {table.name}"  # the user's, and ours
+    with caches.patch(cache_key_tag=tag):  # ty: ignore[missing-attribute]
         return compile_fx(graph, inputs, config_patches={"deterministic": not may_measure()}, decompositions=table)
 
 
