@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal import config_loader_impl
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.defaults_list import Overrides, create_defaults_list
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -29,6 +29,7 @@ FOLDER = "STABLETRAIN_TESTS_COMPOSED"
 
 merge = config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list
 load = OmegaConf.load
+map_choices = defaults_list._create_interpolation_map
 
 
 class Kept:
@@ -95,6 +96,11 @@ def remember(patch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
         """Stands for `_compose_config_from_defaults_list`; `defaults` is one of the lists that are kept."""
         return kept.get(("merged", sources[id(defaults)]), lambda: merge(loader, defaults, repo))
 
+    def choices_if_named(overrides: Overrides, defaults: list, *how: bool) -> Any:
+        """Stands for `_create_interpolation_map`, whose choices matter only where a default names one as `${...}`."""
+        named = any(default.is_interpolation() for default in defaults if not default.is_self())
+        return map_choices(overrides, defaults, *how) if named else None
+
     @wraps(compute_defaults)
     def computed_once() -> dict[str, Any]:
         """Stands for `stabletrain.config.composed.defaults`."""
@@ -110,6 +116,7 @@ def remember(patch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
         """Stands for a deep copy of all sources: `initialize_sources` replaces their list, and does not change it."""
         repo.delegate, repo.cache = copy.copy(delegate), {}
 
+    patch.setattr(defaults_list, "_create_interpolation_map", choices_if_named)
     patch.setattr(OmegaConf, "load", staticmethod(load_once))
     patch.setattr(config_loader_impl.CachingConfigRepository, "__init__", share)
     patch.setattr(config_loader_impl, "create_defaults_list", defaults_once)

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -276,20 +277,28 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, allow_nan=False, sort_keys=True).encode()).hexdigest()
 
 
+@lru_cache(maxsize=32)  # each checkpoint of a run reads those of all earlier ones
+def _parsed(content: bytes) -> tuple[dict[str, Any], bool]:
+    """Returns the values of a manifest without the checksum, and whether `render` makes the same bytes of them.
+
+    Compares bytes, not values: a flipped bit need not change the parsed values.
+    """
+    manifest = json.loads(content)
+    manifest.pop("sha256", None)
+    return manifest, content == render(manifest)
+
+
 def _manifest(path: Path) -> dict[str, Any]:
     """Returns the verified values of the manifest, with `val_loss` and `info` as they were given."""
     with naming(path, MANIFEST):
         if (there := size(path, MANIFEST)) > LARGEST_MANIFEST:
             raise UnusableCheckpoint(f"{path}: {MANIFEST} has {there} bytes, too many for a manifest")
-        content = read_file(path / MANIFEST)
-        manifest = json.loads(content)
+        manifest, same = _parsed(read_file(path / MANIFEST))
         if (form := manifest["format"]) not in (FORMAT, PARTED):
             raise UnusableCheckpoint(f"{path}: {MANIFEST} has format {form}; this version reads {FORMAT} and {PARTED}")
-        del manifest["sha256"]
         named = manifest["files"].keys() - {SKELETON}
         ours = all(map(PIECE.fullmatch, named)) if form == PARTED else named == {MODEL, TRAINING}
-        # Compare bytes, not values: a flipped bit need not change the parsed values.
-        if content != render(manifest) or not ours or SKELETON not in manifest["files"]:
+        if not same or not ours or SKELETON not in manifest["files"]:
             raise UnusableCheckpoint(f"{path}: {MANIFEST} does not match its checksum")
         given = unflatten({"val_loss": manifest["val_loss"], "info": manifest["info"]}, {})
         return manifest | given
