@@ -21,4 +21,4 @@ def test_two_ranks_withhold_and_name_one_step(tmp_path, library):
     assert one["calls"] == other["calls"] == 8, "two micro-batches a step; runs that explain do not count"
     assert [a == b for a, b in zip(one["weights"], one["weights"][1:], strict=False)] == [False, True, False]
     assert "rank 1: unsafe_op" in one["lines"][0]
-    assert f"test_{library}.py" in "".join(one["lines"])
+    assert f"in_{library}.py" in "".join(one["lines"])

@@ -14,7 +14,7 @@ warnings.simplefilter("ignore")  # of DDP and the libraries, about a model as sm
 
 def with_lightning(place):
     """Returns the guard, the scheduler, the states after each micro-batch, and the number of calls."""
-    from tests.beside.adapters import test_lightning as given
+    from tests.beside.adapters import in_lightning as given
 
     class Module(given.Module):
         def training_step(self, batch, batch_idx):
@@ -30,16 +30,16 @@ def with_lightning(place):
     )
     loader = given.DataLoader(given.TensorDataset(x, y), given.SIZE)
     trainer, seen = given.train(module, loader, callback, devices=2, strategy="ddp", use_distributed_sampler=False,
-                                **given.HARD)  # fmt: skip
+                                gradient_clip_val=0.5, accumulate_grad_batches=2)  # fmt: skip
     return callback.guard, given.scheduler(trainer), seen.states[1::2], module.calls
 
 
 def with_transformers(place):
     """Returns the same of the Trainer of transformers."""
-    from tests.beside.adapters import test_transformers as given
+    from tests.beside.adapters import in_transformers as given
 
     trainer, seen = given.trainer_of(
-        place, given.data(mark=9, count=16), ddp_find_unused_parameters=False, **given.HARD
+        place, given.data(mark=9, count=16), ddp_find_unused_parameters=False, gradient_accumulation_steps=2
     )
     given.likely_(trainer.model)
     callback = given.guarded(trainer, place / "incidents")
