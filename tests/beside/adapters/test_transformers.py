@@ -190,6 +190,7 @@ def test_what_a_guard_refuses_the_callback_refuses(hf, tmp_path, given):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hf")
 def test_the_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(Path(__file__).parents[3] / "examples" / "guard_transformers.py"), run_name="__main__")
