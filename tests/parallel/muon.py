@@ -97,7 +97,8 @@ def fill(alone: nn.Module, model: nn.Module, case: str, step: int) -> None:
         own[1].grad = gradient(case, *own, step)
         sharded.grad = own[1].grad
         if isinstance(sharded, DTensor):
-            sharded.grad = distribute_tensor(own[1].grad, sharded.device_mesh, sharded.placements)
+            mesh = sharded.device_mesh
+            sharded.grad = distribute_tensor(own[1].grad, mesh, sharded.placements, src_data_rank=None)
 
 
 def whole(tensor: Any) -> Tensor:

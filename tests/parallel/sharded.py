@@ -96,10 +96,10 @@ def give(model: nn.Module, step: int) -> None:
 
 
 def shard_like(parameter: Any, whole: Tensor) -> Tensor:
-    """The same values, sharded as a parameter is."""
+    """The same values, which every rank has, sharded as a parameter is: nothing is sent."""
     if not isinstance(parameter, DTensor):
         return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def whole_norms(model: nn.Module, parallel: FSDP) -> GradNorms:

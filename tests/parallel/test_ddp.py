@@ -22,7 +22,7 @@ from tests.runs import TINY_GPT, TINY_RESNET
 pytestmark = pytest.mark.timeout(600)
 
 QUICK = ["forensics=off", "monitors=none", "log_every=1", "precision=fp32", "schedule=constant", "warmup=none"]
-GPT = [*TINY_GPT, *QUICK, "model.dropout=0.1", "steps=16", "checkpoint.every=4", "eval_every=8"]
+GPT = [*TINY_GPT, *QUICK, "model.dropout=0.1", "steps=10", "checkpoint.every=4", "eval_every=8"]
 ROLLBACK = ["guard.snapshot_every=5", "guard.healthy_after=2"]
 FLIP = ["faults=bitflip", "faults.at=[6]", "faults.rank=1", "faults.bit=12"]
 """A bit of the mantissa: too small to show in the loss or the gradient norm."""
@@ -35,9 +35,9 @@ CASES = {
     "skip": [*GPT, *FLIP, "guard=skip"],
     "off": [*GPT, *FLIP, "guard=off"],
     "unseen": [*GPT, *ROLLBACK, *FLIP, "parallel.compare=false"],
-    "again_and_again": [*GPT, *ROLLBACK, *FLIP, "faults.at=[6,9,12,15]", "guard.max_rollbacks=1"],
+    "again_and_again": [*GPT, *ROLLBACK, *FLIP, "faults.at=[6,9,12,15]", "guard.max_rollbacks=1", "steps=16"],
     "resnet": [*RESNET, "steps=6", "eval_every=3", *FLIP, "faults.at=[3]"],
-    "nan_statistic": [*RESNET, "steps=24", "eval_every=12", "guard.patience=4"],
+    "nan_statistic": [*RESNET, "steps=16", "eval_every=8", "guard.patience=4"],
 }
 
 

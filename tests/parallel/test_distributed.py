@@ -11,34 +11,50 @@ from tests.runs import ROOT, TINY_GPT, TINY_RESNET
 pytestmark = pytest.mark.timeout(600)
 
 PLAIN = ["forensics=off", "checkpoint=off", "precision=fp32", "monitors=none", "log_every=1", "schedule=constant"]
-GPT = [*TINY_GPT, *PLAIN, "batch_size=8", "steps=8", "eval_every=4", "eval_batches=5", "zloss=palm"]
+GPT = [*TINY_GPT, *PLAIN, "batch_size=8", "steps=6", "eval_every=3", "eval_batches=5", "zloss=palm"]
+GPT += ["report=false"]
 RESNET = [*TINY_RESNET, *PLAIN, "model.depth=8", "steps=6", "eval_every=3", "eval_batches=3", "optimizer.lr=1e-3"]
 NUMBERS = [f"hydra.searchpath=[{ROOT / 'examples' / 'conf'}]", "experiment=regression", "device=cpu", "compile=false"]
 NUMBERS += [*PLAIN, "wandb=disabled", "report=false", "steps=6", "eval_every=3", "model.dropout=0.0"]
 UNEVEN = ["data._target_=tests.parallel.given.Uneven", "zloss=palm", "zloss.coefficient=0.1"]
 
+MUON = ["optimizer=muon", "optimizer.per_head=true", "optimizer.cautious_decay=true"]
+SHAPE = ["norm_placement=sandwich", "model.mlp=swiglu", "model.swiglu_limit=0.01", "model.n_kv_head=1"]
+LOOKS = ["monitors=default", "monitors.every=2"]
+
 BOTH = {
     "gpt": GPT,
-    "accumulated": [*GPT, "grad_accum_steps=2"],
-    "norm": [*GPT, "clipping.max_norm=0.1", "optimizer.decay=corrected"],
-    "zclip": [*GPT, "clipping=zclip", "clipping.warmup_steps=3", "clipping.z_threshold=0.5", "clipping.max_norm=0.5"],
+    "zclip": [
+        *GPT,
+        *("clipping=zclip", "clipping.warmup_steps=3", "clipping.z_threshold=0.5", "clipping.max_norm=0.5"),
+        *("averaging=ema", *SHAPE),
+    ],
+    "norm": [
+        *GPT,
+        *("clipping.max_norm=0.1", "optimizer.decay=corrected", "softmax=sink", "attention_gate=sigmoid"),
+        *(*LOOKS, "monitors.margin_every=2"),
+    ],
     "uneven": [*GPT, *UNEVEN],
-    "one_sided": [*GPT, "data._target_=tests.parallel.given.OneSided", "zloss=palm", "zloss.coefficient=0.1"],
+    "one_sided": [
+        *GPT,
+        *("data._target_=tests.parallel.given.OneSided", "zloss=palm", "zloss.coefficient=0.1"),
+        *("clipping=value", "clipping.clip_value=1e-4"),
+    ],
     "uneven_accumulated": [*GPT, *UNEVEN, "grad_accum_steps=2"],
-    "sgd": [*GPT, "optimizer=sgd", "optimizer.lr=0.1", "optimizer.no_decay=[norms]", "schedule.weight_decay=cosine"],
-    "averaging": [*GPT, "averaging=ema"],
-    "resnet": [*RESNET],
-    "numbers": NUMBERS,
+    "sgd": [
+        *GPT,
+        *("optimizer=sgd", "optimizer.lr=0.1", "optimizer.no_decay=[norms]", "schedule.weight_decay=cosine"),
+        *("model.dropout=0.0", "activation_checkpointing=blocks", "grad_accum_steps=2"),
+    ],
+    "resnet": RESNET,
     "numbers_accumulated": [*NUMBERS, "grad_accum_steps=2"],
-    "sandwich": [*GPT, "norm_placement=sandwich", "model.mlp=swiglu", "model.swiglu_limit=0.01", "model.n_kv_head=1"],
-    "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
-    "sink_and_gate": [*GPT, "softmax=sink", "attention_gate=sigmoid"],
-    "kimi": [*GPT, "optimizer=muon", "optimizer.per_head=true", "qkclip=kimi", "qkclip.max_logit=1e-3"],
-    "blocks": [*GPT, "model.dropout=0.0", "activation_checkpointing=blocks", "grad_accum_steps=2"],
-    "selective": [*GPT, "activation_checkpointing=selective"],
+    "kimi": [
+        *GPT,
+        *(*MUON, "qkclip=kimi", "qkclip.max_logit=1e-3", "activation_checkpointing=selective"),
+    ],
     "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
 }
-"""What ddp and fsdp can both do."""
+"""What ddp and fsdp can both do. Each run has several options that do not touch each other, of each group one."""
 
 ESSENTIAL = (
     *("ddp/gpt", "auto/gpt"),
@@ -47,43 +63,37 @@ ESSENTIAL = (
 """Cases of the fast tier."""
 
 WHOLE = {
-    "agc": [*GPT, "clipping=agc", "clipping.clipping=1e-3"],
-    "adagc": [*GPT, "clipping=adagc", "clipping.warmup_steps=2", "clipping.max_norm=0.1"],
-    "per_module": [*GPT, "clipping=per_module", "clipping.max_norm=0.05"],
     "update_norm": [
         *GPT,
-        "clipping=update_norm",
-        "clipping.warmup_steps=2",
-        "clipping.z_threshold=0.01",
-        "clipping.alpha=0.1",
-        "optimizer.betas=[0,0.99]",
-        "optimizer.cautious_decay=true",
+        *("clipping=update_norm", "clipping.warmup_steps=2", "clipping.z_threshold=0.01", "clipping.alpha=0.1"),
+        *("optimizer.betas=[0,0.99]", "optimizer.cautious_decay=true"),
+        *("loss_chunk=7", "grad_accum_steps=2", *LOOKS),
     ],
-    "value": [*GPT, "clipping=value", "clipping.clip_value=1e-4"],
-    "cautious_muon": [*GPT, "optimizer=muon", "optimizer.per_head=true", "optimizer.cautious_decay=true"],
-    "spam": [*GPT, "optimizer=spam", "optimizer.reset_interval=3", "optimizer.warmup_steps=2"],
-    "stable_adamw": [*GPT, "optimizer=stable_adamw"],
-    "monitors": [*GPT, "monitors=full", "monitors.every=2"],
-    "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2", "monitors=default", "monitors.every=2"],
-    "mu": [*GPT, *UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"],
+    "mu": [
+        *GPT,
+        *(*UNEVEN[:1], "zloss=mu", "zloss.coefficient=10", "loss_chunk=7", "grad_accum_steps=2"),
+        *("clipping=agc", "clipping.clipping=1e-3", "optimizer=stable_adamw"),
+    ],
     "centered": [
         *GPT,
-        "zloss=mu_centering",
-        "optimizer=spam",
-        "optimizer.reset_interval=3",
-        "optimizer.warmup_steps=2",
+        *("zloss=mu_centering", "clipping=adagc", "clipping.warmup_steps=2", "clipping.max_norm=0.1"),
+        *("optimizer=spam", "optimizer.reset_interval=3", "optimizer.warmup_steps=2"),
     ],
-    "mu_centering": [*GPT, "zloss=mu_centering", "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
+    "per_module": [
+        *GPT,
+        *("clipping=per_module", "clipping.max_norm=0.05", "monitors=full", "monitors.every=2"),
+        *("zloss=mu_centering", "optimizer=muon"),
+    ],
 }
 """Options that need whole tensors, or sums over their shards."""
 
-ON_SHARDS = ("cautious_muon", "agc", "update_norm", "stable_adamw", "mu", "chunks", "centered")
+ON_SHARDS = ("update_norm", "mu", "centered")
 """Those tried with fsdp, too; `test_shards.py` has the others."""
 
 NARROW = {
     "bf16": [*GPT, "precision=bf16"],
     "bf16_params": [*GPT, "precision=bf16_params"],
-    "bf16_chunks": [*GPT, "precision=bf16", "loss_chunk=7", "activation_checkpointing=selective", "monitors=default"],
+    "bf16_chunks": [*GPT, "precision=bf16", "loss_chunk=7", "activation_checkpointing=selective", *LOOKS],
     "fp8": [*GPT, "precision=fp8"],
     "fp8_rowwise": [*GPT, "precision=fp8", "precision.recipe=rowwise", "grad_accum_steps=2"],
     "fp16": [*GPT, "precision=fp16", "precision.init_scale=1024"],
@@ -93,21 +103,13 @@ CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.gr
 """The scale falls and rises. The gradients of a rank's part of the batch overflow at a lower scale."""
 
 WITH_ONE = {
-    *("fsdp/norm", "fsdp/sandwich", "ddp/one_sided", "fsdp/sgd", "fsdp/looks", "fsdp/sink_and_gate", "ddp/own_loss"),
-    *(
-        "fsdp/bf16",
-        "fsdp/bf16_chunks",
-        "fsdp/bf16_params",
-        "fsdp/fp8",
-        "ddp/fp8_rowwise",
-        "fsdp/blocks",
-        "ddp/selective",
-    ),
+    *("fsdp/norm", "ddp/one_sided", "fsdp/sgd", "ddp/own_loss", "fsdp/numbers_accumulated"),
+    *("fsdp/bf16", "fsdp/bf16_chunks", "fsdp/bf16_params", "fsdp/fp8", "ddp/fp8_rowwise"),
 }
 """Options that are tried with ddp or with fsdp: nothing in them depends on it."""
 
-COVERED = ("accumulated", "uneven", "numbers")
-"""Their runs are parts of those of uneven_accumulated and numbers_accumulated."""
+COVERED = ("uneven",)
+"""Its run is a part of that of uneven_accumulated."""
 
 
 def is_tried(kind, name):
@@ -131,12 +133,7 @@ KINDS = {
     "auto/gpt": GPT,
 }
 UNUSED = [*RESNET, "model._target_=tests.parallel.given.Unused", "init=torch"]
-UNUSED_CASES = {
-    "found": [*UNUSED, "parallel=ddp", "parallel.find_unused_parameters=true"],
-    "not_found": [*UNUSED, "parallel=ddp"],
-    "sharded": [*UNUSED, "parallel=fsdp"],
-}
-CASES = {name: {"overrides": chosen} for name, chosen in (KINDS | UNUSED_CASES).items()}
+CASES = {name: {"overrides": chosen} for name, chosen in KINDS.items()}
 CASES["ddp/chunks_of_some"] = {
     "overrides": [*GPT, "parallel=ddp", "parallel.find_unused_parameters=true", "loss_chunk=7"]
 }
@@ -144,6 +141,11 @@ CASES["ddp/bf16_params"] = {"overrides": [*GPT, "parallel=ddp", "precision=bf16_
 CASES |= {
     f"{kind}/other_data": {"overrides": [*GPT, f"parallel={kind}", "data.seed='${oc.decode:${oc.env:RANK}}'"]}
     for kind in ("ddp", "fsdp")
+}
+CASES |= {
+    "found": {"overrides": [*UNUSED, "parallel=ddp", "parallel.find_unused_parameters=true"]},
+    "sharded": {"overrides": [*UNUSED, "parallel=fsdp"]},
+    "not_found": {"overrides": [*UNUSED, "parallel=ddp"]},
 }
 FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("ddp", "fsdp")}
 FEW_ROWS = [*GPT, "precision=bf16", "model.n_embd=3", "model.n_head=1", "model.position=learned", "loss_chunk=7"]
@@ -153,14 +155,13 @@ FOUR["fsdp/few_rows"] = {"overrides": [*FEW_ROWS, "parallel=fsdp"]}
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    slow = [name for name in KINDS if name not in ESSENTIAL]
-    together = [[name for name in slow if name.startswith(f"{kind}/")] for kind in ("ddp", "fsdp")]
-    return on_demand(shared_place / "agreement_two", 2, CASES, together)
+    slow = [name for name in CASES if name not in (*ESSENTIAL, "ddp/other_data")]
+    return on_demand(shared_place / "agreement_two", 2, CASES, [slow])
 
 
 @pytest.fixture(scope="module")
 def four(shared_place):
-    return on_demand(shared_place / "agreement_four", 4, FOUR)
+    return on_demand(shared_place / "agreement_four", 4, FOUR, [[*FOUR]])
 
 
 @pytest.fixture(scope="module")

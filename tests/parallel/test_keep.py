@@ -8,7 +8,7 @@ import torch
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import on_demand
 from tests.parallel.test_one_rank_fault import seed_for
-from tests.parallel.worker import numbers
+from tests.parallel.worker import numbers, perform
 from tests.runs import TINY_GPT, TINY_RESNET
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.beside]
@@ -37,13 +37,13 @@ ESSENTIAL = ("ddp accumulated",)
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    return on_demand(shared_place / "keep_two", 2, {name: {"overrides": case} for name, case in CASES.items()})
+    cases = {name: {"overrides": case} for name, case in CASES.items()}
+    return on_demand(shared_place / "keep_two", 2, cases, [[name for name in CASES if name not in ESSENTIAL]])
 
 
 @pytest.fixture(scope="module")
-def one(shared_place):
-    alone = {"one": {"overrides": [*GPT, *LABEL]}}
-    return on_demand(shared_place / "keep_one", 1, alone)[0]["one"]
+def one(tmp_path_factory):
+    return perform(tmp_path_factory.mktemp("alone"), "one", {"overrides": [*GPT, *LABEL]})
 
 
 @pytest.fixture(params=CASES)

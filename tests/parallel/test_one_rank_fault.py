@@ -13,6 +13,7 @@ from tests.runs import TINY_GPT, TINY_RESNET
 pytestmark = [pytest.mark.timeout(600), pytest.mark.beside]
 
 ALWAYS = ["forensics=off", "checkpoint=off", "monitors=none", "guard=skip", "schedule=constant", "warmup=none"]
+ALWAYS += ["report=false"]
 MODELS = {
     "gpt": [*TINY_GPT, *ALWAYS, "clipping=zclip", "batch_size=4"],
     "resnet": [*TINY_RESNET, *ALWAYS, "model.depth=8", "batch_size=8", "clipping=zclip"],
@@ -78,10 +79,13 @@ def planned(faults):
 
 
 PAIRS = [
-    *("ddp/gpt/fp32", "ddp/gpt/bf16", "ddp/gpt/fp16", "ddp/resnet/fp32"),
+    *("ddp/gpt/fp32", "ddp/gpt/fp16", "ddp/resnet/fp32"),
     *("fsdp/gpt/fp16", "fsdp/resnet/bf16", "fsdp/gpt/accumulated"),
 ]
-"""Each two of a kind, a model and a format; a ResNet has no overflows to tell from faults in fp16."""
+"""Each kind with each model, with a loss scale and without; a ResNet has no overflows to tell from faults in fp16.
+
+What DDP exchanges does not depend on bf16, in which only the forward pass computes.
+"""
 
 
 def overrides_of(kind, model, name):
@@ -99,7 +103,7 @@ ESSENTIAL = ("ddp/gpt/fp32",)
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    return on_demand(shared_place / "faults_two", 2, CASES)
+    return on_demand(shared_place / "faults_two", 2, CASES, [[name for name in CASES if name not in ESSENTIAL]])
 
 
 @pytest.fixture(params=CASES)

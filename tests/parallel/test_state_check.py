@@ -28,7 +28,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    return on_demand(shared_place / "state_two", 2, CASES)
+    return on_demand(shared_place / "state_two", 2, CASES, [[*CASES]])
 
 
 @pytest.mark.beside
