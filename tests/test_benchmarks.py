@@ -359,8 +359,14 @@ def test_figures_of_the_knobs_follow_their_pattern(benchmark):
 def test_a_gpt2_step_at_32_x_1024_tokens_takes_a_third_of_the_memory(tmp_path):
     """Counted on fake tensors, so that the test needs no such memory."""
     found = tmp_path / "memory.json"
-    chosen = [sys.executable, ROOT / "benchmarks" / "memory.py", "--device", "cpu", "--zloss", "palm", "--json", found]
-    done = subprocess.run(chosen, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    chosen = ["benchmarks/memory.py", "--device", "cpu", "--zloss", "palm", "--json", str(found)]
+    done = subprocess.run(
+        [forkserver.python(), *chosen],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     whole, chunks = json.loads(found.read_text())["results"]
     assert (whole["tokens"], chunks["tokens"]) == (0, 1280)

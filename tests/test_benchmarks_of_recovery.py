@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from stabletrain.checkpoint.checkpoints import Checkpoints
 from stabletrain.trainer.saved_states import SavedStates
+from tests import forkserver
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 
@@ -34,25 +36,23 @@ def tiny(benchmark):
     return (*overrides, "device=cpu", "precision=fp32")
 
 
-def test_a_benchmark_writes_what_it_promises(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "recovery.py"), *TINY, "--json", "results.json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    written = json.loads((tmp_path / "results.json").read_text())
-    what = [each["what"] for each in written["results"]]
-    assert {"snapshot", "checkpoint", "rollback from memory", "rollback from disk", "diagnosis, spike"} <= {*what}
-    assert {"start to the first step", "resume to the first step"} <= {*what}
-    assert written["targets"].keys() == {"recovery/rollback", "recovery/diagnosis"}, "the others are of 124 M"
-    assert all(f"| {each} |" in done.stdout for each in what)
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+@pytest.fixture
+def in_forks(benchmark, monkeypatch):
+    """Has the commands of a benchmark run in forks; what is killed is the fork, not the process that stands for it."""
+    first_step = benchmark("first_step")
+    started, python = first_step.started, forkserver.python()
+
+    def fork(command, cwd):
+        process = started((python, *command[1:]), cwd)
+        process.kill = lambda: os.kill(forkserver.command_of(process.pid), signal.SIGKILL)
+        return process
+
+    monkeypatch.setattr(first_step, "started", fork)
 
 
-def test_a_run_that_is_killed_late_is_resumed_from_the_same_step(benchmark, tiny, tmp_path, monkeypatch):
+def test_a_benchmark_writes_what_it_promises_and_resumes_from_the_same_step_a_run_that_is_killed_late(
+    benchmark, in_forks, tmp_path, monkeypatch, capsys
+):
     recovery, to_a_step = benchmark("recovery"), benchmark("first_step").to_a_step
 
     def late(command, cwd, file, step=1):
@@ -60,8 +60,17 @@ def test_a_run_that_is_killed_late_is_resumed_from_the_same_step(benchmark, tiny
 
     monkeypatch.setattr(recovery, "to_a_step", late)
     monkeypatch.setattr(benchmark("first_step"), "LIMIT", 60.0)
-    found = recovery.resumed(tmp_path, tiny, 1)
-    assert [*map(len, found.values())] == [1, 1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["recovery.py", *TINY, "--json", "results.json"])
+    recovery.main()
+    written = json.loads((tmp_path / "results.json").read_text())
+    values = {each["what"]: each["values"] for each in written["results"]}
+    assert {"snapshot", "checkpoint", "rollback from memory", "rollback from disk", "diagnosis, spike"} <= {*values}
+    assert [len(values[f"{what} to the first step"]) for what in ("start", "resume")] == [1, 1]
+    assert written["targets"].keys() == {"recovery/rollback", "recovery/diagnosis"}, "the others are of 124 M"
+    said = capsys.readouterr().out
+    assert all(f"| {each} |" in said for each in values)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,15 @@ from tests.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
 pytestmark = pytest.mark.slow
 
 RANKS = 2
-SMALL = ["steps=5", "warmup.steps=1", "eval_every=99", "checkpoint=off", "monitors=none", "forensics=off"]
+SMALL = [
+    "steps=5",
+    "warmup.steps=1",
+    "eval_every=99",
+    "checkpoint=off",
+    "monitors=none",
+    "forensics=off",
+    "report=false",
+]
 UNEVEN = ["model.n_head=1", "model.n_embd=17", "model.position=learned"]
 """Widths that are not divisible by two ranks."""
 
