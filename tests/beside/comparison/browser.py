@@ -15,7 +15,11 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Yields headless Chromium; skips the test if it is not installed."""
+    """Yields a page of headless Chromium; skips the test if it is not installed.
+
+    All files open in this page: one of its own for each would start a process and compile the libraries again, which
+    is most of the work.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install -e '.[test]'")
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
@@ -24,31 +28,41 @@ def browser() -> Iterator[Any]:
         running = library.chromium.launch(
             executable_path=found, args=["--no-sandbox"] if os.geteuid() == 0 else [], timeout=120_000
         )
-        yield running
+        page = running.new_context(offline=True).new_page()
+        page.set_default_timeout(120_000)
+        yield page
         running.close()
 
 
 @contextmanager
-def opened(running: Any, file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Any]:
+def opened(page: Any, file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Any]:
     """Opens a file. Fails the test on a console message, an error, or a request for anything else.
 
     Args:
+        page: of `browser`.
         width: of the window, pixels.
         scheme: `light` or `dark`.
     """
-    context = running.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
     said: list[str] = []
-    page = context.new_page()
-    page.set_default_timeout(120_000)
-    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: said.append(f"error: {error}"))
-    page.on("request", lambda request: said.append(f"request: {request.url}"))
-    page.goto(file.absolute().as_uri())
-    until(page, "document.querySelectorAll('.plot canvas').length > 0 || !document.querySelector('#pictures')")
-    page.wait_for_timeout(100)
-    yield page
-    assert said == [f"request: {file.absolute().as_uri()}"]
-    context.close()
+    listeners = {
+        "console": lambda message: said.append(f"{message.type}: {message.text}"),
+        "pageerror": lambda error: said.append(f"error: {error}"),
+        "request": lambda request: said.append(f"request: {request.url}"),
+    }
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    page.mouse.move(0, 0)
+    for event, listener in listeners.items():
+        page.on(event, listener)
+    try:
+        page.goto(file.absolute().as_uri())
+        until(page, "document.querySelectorAll('.plot canvas').length > 0 || !document.querySelector('#pictures')")
+        page.wait_for_timeout(100)
+        yield page
+        assert said == [f"request: {file.absolute().as_uri()}"]
+    finally:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
 
 
 def until(page: Any, expression: str, seconds: float = 120.0) -> None:

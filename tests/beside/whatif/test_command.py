@@ -141,7 +141,7 @@ def test_the_page_has_the_ranking_and_the_curves_from_the_fork_on(done):
 @pytest.mark.slow
 def test_the_page_is_drawn_in_a_browser(done):
     run, _ = done
-    with browser() as running, opened(running, folder_of(run) / "whatif.html") as shown:
+    with browser() as page, opened(page, folder_of(run) / "whatif.html") as shown:
         assert shown.locator("#legend li").count() == 3
         assert shown.locator(".plot canvas").count() >= 4
 
