@@ -211,14 +211,17 @@ CASES = {
     }
     for kind in ("ddp", "fsdp")
     for name, (step, start, later) in LATE.items()
-    if (kind, name) not in (("fsdp", "in the first step, which may take long"), ("ddp", "in the first step"))
+    if (kind == "fsdp") == (name == "in the first step")
 }
+"""A limit is set for every group of a rank, whatever a kind of parallelism uses it for."""
+TOGETHER = [[name for name in CASES if name.startswith("ddp")]]
+"""In one launch: only the last of these runs loses a rank."""
 
 
 @pytest.fixture(scope="module")
 def seen(shared_place):
     """What each rank saw."""
-    return on_demand(shared_place / "late", 2, CASES)
+    return on_demand(shared_place / "late", 2, CASES, TOGETHER)
 
 
 @pytest.mark.slow

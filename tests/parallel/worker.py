@@ -170,7 +170,7 @@ def tensors_of(job: TrainingRun) -> dict[str, str]:
 
 
 def main(place: Path) -> int:
-    """Runs every case in turn. A rank's results appear when all are done."""
+    """Runs every case in turn, and writes down what this rank has seen after each of them."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)  # a rank that hangs says where
     cases = json.loads((place / "cases.json").read_text())
@@ -178,7 +178,7 @@ def main(place: Path) -> int:
     for name, case in cases.items():
         print(f"case {name}", flush=True)
         seen[name] = perform(place, name, case)
-    (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
+        (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))  # a later case may end this process
     leave_process_group()
     return 0
 
