@@ -127,6 +127,7 @@ KINDS = {
     },
     **{f"ddp/{name}": [*chosen, "parallel=ddp"] for name, chosen in WHOLE.items()},
     **{f"fsdp/{name}": [*WHOLE[name], "parallel=fsdp", "guard.recheck_every=3"] for name in ON_SHARDS},
+    "fsdp/kimi": [*BOTH["kimi"], "parallel=fsdp", "guard.recheck_every=3"],
     "ddp/dropout": [*GPT, "parallel=ddp", "model.dropout=0.5"],
     **{f"{kind}/fp16_calibrating": [*CALIBRATING, f"parallel={kind}"] for kind in ("ddp", "fsdp")},
     "fsdp/kept": [*GPT, "parallel=fsdp", "parallel.reshard_after_forward=false"],
@@ -192,6 +193,7 @@ def agree(seen, alone, rel=2e-5):
 def test_two_ranks_compute_what_one_does(two, one, name):
     for seen in two:
         agree(seen[name], one(*BOTH[name.partition("/")[2]]))
+        assert not any(numbers(seen[name], "recheck_update")), "shards have the same bits again"
 
 
 @pytest.mark.slow
