@@ -223,23 +223,26 @@ SHAPES = [(3, 2), (5,), (1,)]
 
 def broken_in(optimizer, weights, proven):
     """Names a value that is not finite; of a `proven` optimizer also an invariant that does not hold."""
+    parts = {"weight": [weight.detach() for weight in weights]}
     for weight in weights:
-        state = {name: each.double() for name, each in optimizer.state[weight].items()}
-        for name, each in {"weight": weight.detach().double(), **state}.items():
-            if not bool(each.isfinite().all()):
-                return f"{name} is not finite"
-        if not proven:
-            continue
-        if not bool(weight.detach().double().abs().max() <= 1e33):
-            return "|w| <= 1e33"
-        if "exp_avg" in state:
-            first, second = state["exp_avg"], state["exp_avg_sq"]
-            if not bool(((second >= 0) & (second < 3e37)).all()):
-                return "0 <= v < 3e37"
-            if not bool(first.abs().max() <= 24 * LARGEST_NORM):
-                return "|m| <= 24 G"
-            if not bool((first**2 <= 2e6 * (second + 2.4e-32)).all()):
-                return "m^2 <= K (v + z)"
+        for name, each in optimizer.state[weight].items():
+            parts.setdefault(name, []).append(each)
+    values = {name: torch.cat([each.flatten() for each in every]).double() for name, every in parts.items()}
+    for name, each in values.items():
+        if not bool(each.isfinite().all()):
+            return f"{name} is not finite"
+    if not proven:
+        return ""
+    if not bool(values["weight"].abs().max() <= 1e33):
+        return "|w| <= 1e33"
+    if "exp_avg" in values:
+        first, second = values["exp_avg"], values["exp_avg_sq"]
+        if not bool(((second >= 0) & (second < 3e37)).all()):
+            return "0 <= v < 3e37"
+        if not bool(first.abs().max() <= 24 * LARGEST_NORM):
+            return "|m| <= 24 G"
+        if not bool((first**2 <= 2e6 * (second + 2.4e-32)).all()):
+            return "m^2 <= K (v + z)"
     return ""
 
 
