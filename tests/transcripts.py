@@ -73,21 +73,30 @@ def transcripts(page: Path) -> Iterator[Transcript]:
 
 
 SMALLER = {
-    "config.yaml": {"batch_size: 16 ": "batch_size: 4 "},
+    "config.yaml": {"batch_size: 16 ": "batch_size: 4 ", "eval_batches: null": "eval_batches: 20"},
     "model/gpt_nano.yaml": {"n_layer: 4 ": "n_layer: 1 "},
 }
-"""By file of `conf/`: what is replaced, so that a step takes a sixteenth of its time."""
+"""By file of `conf/`: what is replaced, so that a step takes a sixteenth of its time and evaluations are short."""
+
+WITHOUT_WANDB = {"wandb: offline": "wandb: disabled"}
+"""Replaced in `config.yaml` too, except for the first run of the quickstart: W&B starts slowly and prints nothing."""
 
 
-def working_folder(path: Path) -> Path:
-    """Makes `path` look like the project's root, so that commands can be run as they stand; output goes to `path`."""
+def working_folder(path: Path, *, wandb: bool = False) -> Path:
+    """Makes `path` look like the project's root, so that commands can be run as they stand; output goes to `path`.
+
+    Args:
+        path: is made.
+        wandb: whether W&B is on by default, as for users.
+    """
     path.mkdir(parents=True, exist_ok=True)
     for name in ("train.py", "docs", "slurm", "examples"):
         (path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "conf", path / "conf")
     for name, replaced in SMALLER.items():
         text = (path / "conf" / name).read_text(encoding="utf-8")
-        for large, small in replaced.items():
+        more = WITHOUT_WANDB if name == "config.yaml" and not wandb else {}
+        for large, small in {**replaced, **more}.items():
             assert text.count(large) == 1, f"{name} has no {large!r}"
             text = text.replace(large, small)
         (path / "conf" / name).write_text(text, encoding="utf-8")
