@@ -76,10 +76,10 @@ SMALLER = {
     "config.yaml": {"batch_size: 16 ": "batch_size: 4 ", "eval_batches: null": "eval_batches: 20"},
     "model/gpt_nano.yaml": {"n_layer: 4 ": "n_layer: 1 "},
 }
-"""By file of `conf/`: what is replaced, so that a step takes a sixteenth of its time, and few batches are held out."""
+"""By file of `conf/`: what is replaced, so that a step takes a sixteenth of its time and evaluations are short."""
 
 WITHOUT_WANDB = {"wandb: offline": "wandb: disabled"}
-"""Replaced there too, but for the quickstart's first run: W&B takes two seconds to start, and prints nothing."""
+"""Replaced in `config.yaml` too, except for the first run of the quickstart: W&B starts slowly and prints nothing."""
 
 
 def working_folder(path: Path, *, wandb: bool = False) -> Path:

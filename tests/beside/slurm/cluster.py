@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forkserver
 from tests.runs import ROOT
 
 PATIENCE = 400
@@ -97,7 +97,7 @@ class Cluster:
         self.place.chmod(0o755)
         self.home = self.place
         self.environment = {**os.environ, "SLURM_CONF": str(self.place / "slurm.conf"), "PATH": search()}
-        self.environment["PYTHON"] = sys.executable
+        self.environment["PYTHON"] = forkserver.python()  # of slurm/launch.sh; jobs start Python anew, as for users
         for name in [name for name in self.environment if name.startswith(("SBATCH_", "SLURM_JOB", "PYTEST"))]:
             del self.environment[name]
         host = socket.gethostname().partition(".")[0]
