@@ -15,7 +15,7 @@ from stabletrain.checkpoint.checkpoints import Checkpoints
 from stabletrain.trainer.saved_states import SavedStates
 from tests import forkserver
 from tests.clocks import ToldClock
-from tests.runs import ROOT
+from tests.runs import ROOT, python
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +34,12 @@ def tiny(benchmark):
     """The overrides of a tiny GPT."""
     (overrides,) = benchmark("recovery").TINY.values()
     return (*overrides, "device=cpu", "precision=fp32")
+
+
+def test_it_starts_as_a_script(tmp_path):
+    done = python(str(ROOT / "benchmarks" / "recovery.py"), "--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--json" in done.stdout
 
 
 @pytest.fixture

@@ -167,6 +167,18 @@ def test_every_byte_of_a_manifest_counts(run):
     assert reader.verify(run.path(20)).val_loss == 1e-05
 
 
+def test_a_manifest_is_rendered_once_for_the_same_bytes(run, monkeypatch):
+    """Else each checkpoint of a run would render those of all earlier ones; the test above reads changed bytes."""
+    rendered, render = [], reader.render
+    monkeypatch.setattr(reader, "render", lambda manifest: rendered.append(manifest["step"]) or render(manifest))
+    reader._parsed.cache_clear()
+    run.save(10)
+    run.save(20)
+    for _ in range(3):
+        assert [reader.peek(run.path(step)).step for step in (10, 20)] == [10, 20]
+    assert rendered == [10, 20]
+
+
 def test_a_manifest_without_one_of_the_files_is_refused(run):
     run.save(10)
     files = json.loads((run.path(10) / "manifest.json").read_text())["files"]
