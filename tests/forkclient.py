@@ -2,10 +2,10 @@
 
     python -S -E tests/forkclient.py SOCKET argv...      as `python argv...`, without the seconds of its imports
 
-The command has this process's folder, variables, input, output and errors. Signals are passed on to it, it ends with
-this process, and this process ends as it does: with its exit code, or by its signal. `tests/forkserver.py` has the
-other side, and `shims` there puts it in place of `python`, `torchrun` and `stabletrain`. Imports nothing that takes
-time to import.
+The command has this process's folder, variables, ignored signals, input, output and errors. Signals are passed on to
+it, it ends with this process, and this process ends as it does: with its exit code, or by its signal.
+`tests/forkserver.py` has the other side, and `shims` there puts it in place of `python`, `torchrun` and `stabletrain`.
+Imports nothing that takes time to import.
 """
 
 import json
@@ -14,7 +14,12 @@ import signal
 import socket
 import sys
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+PASSED_ON = {
+    **{number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)},
+    **{number: number for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)},
+    signal.SIGTSTP: signal.SIGSTOP,  # Slurm suspends with the first, and with the second a moment later
+}
+"""Signals that this process receives, and which of them its command receives for it."""
 
 
 def main(address: str, *argv: str) -> int:
@@ -24,7 +29,9 @@ def main(address: str, *argv: str) -> int:
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-m", "-c")):  # an option that a fork cannot have
         os.execv(sys.executable, [sys.executable, *options, *argv])
     environment = {**os.environ, **({"PYTHONUNBUFFERED": "1"} if options else {})}
-    request = json.dumps({"argv": argv, "cwd": os.getcwd(), "environment": environment, "tied": True}).encode()
+    told = {"argv": argv, "cwd": os.getcwd(), "environment": environment, "tied": True}
+    told["ignored"] = [int(number) for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
+    request = json.dumps(told).encode()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)
     connection.sendall(len(request).to_bytes(4, "big"))
@@ -32,10 +39,10 @@ def main(address: str, *argv: str) -> int:
     connection.sendall(request)
     answers = connection.makefile("r")
     pid = int(answers.readline())
-    with open("/proc/self/comm", "w") as comm:  # for who looks for the command's process
-        comm.write(f"fork {pid}")
+    with open("/proc/self/comm", "w") as comm:  # for `command_of`; with a space, Slurm would not know it
+        comm.write(f"fork-{pid}")
     for number in PASSED_ON:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, lambda number, _: os.kill(pid, PASSED_ON[number]))
     code = int(answers.readline())
     if code < 0:
         if -code != signal.SIGKILL:

@@ -174,7 +174,7 @@ def python() -> str:
 
 def command_of(pid: int) -> int:
     """Returns the process of the command for which a process of `shims` stands; `pid` if it stands for none."""
-    word, _, fork = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
+    word, _, fork = Path(f"/proc/{pid}/comm").read_text().strip().partition("-")
     return int(fork) if word == "fork" else pid
 
 
@@ -292,6 +292,8 @@ def perform(request: dict, descriptors: Sequence[int]) -> None:
     """Sets up this fork as the command, and leaves the server's loop by raising `Become`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no command outlives the server
     os.setsid()
+    for number in request.get("ignored", ()):
+        signal.signal(number, signal.SIG_IGN)
     for place, descriptor in enumerate(descriptors):
         os.dup2(descriptor, place)
         os.close(descriptor)

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +60,7 @@ CLUSTER_CONF = """\
 gres =
 cpus_per_gpu = 1
 notice = 60
+python = {python}
 environment = export OMP_NUM_THREADS=1
 srun =
     --unbuffered
@@ -83,6 +85,16 @@ def search() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
+PYTHON = """\
+#!/usr/bin/env bash
+case $1 in
+*/ranks.py | */pack.py) exec {anew} "$@" ;;
+*) exec {forked} "$@" ;;
+esac
+"""
+"""Python on the nodes: in forks, except what starts further processes, which Slurm must know as those of the job."""
+
+
 class Cluster:
     """A running cluster; jobs inherit the environment of this process.
 
@@ -90,6 +102,7 @@ class Cluster:
         place: the cluster's folder.
         environment: the environment of commands that talk to the cluster.
         home: the folder from which a job was last launched.
+        python: the interpreter on the nodes, as `cluster.conf` in the cluster's folder has it.
     """
 
     def __init__(self) -> None:
@@ -97,7 +110,11 @@ class Cluster:
         self.place.chmod(0o755)
         self.home = self.place
         self.environment = {**os.environ, "SLURM_CONF": str(self.place / "slurm.conf"), "PATH": search()}
-        self.environment["PYTHON"] = forkserver.python()  # of slurm/launch.sh; jobs start Python anew, as for users
+        self.environment["PYTHON"] = forkserver.python()  # of slurm/launch.sh
+        self.environment["PYTHON_EXEC"] = forkserver.python()  # of the ranks that torchrun starts
+        self.python = self.place / "python"
+        self.python.write_text(PYTHON.format(anew=sys.executable, forked=forkserver.python()))
+        self.python.chmod(0o755)
         for name in [name for name in self.environment if name.startswith(("SBATCH_", "SLURM_JOB", "PYTEST"))]:
             del self.environment[name]
         host = socket.gethostname().partition(".")[0]
@@ -106,7 +123,7 @@ class Cluster:
         first_job = 3000 * worker + random.SystemRandom().randrange(1, 2900)
         values = {"host": host, "place": self.place, "ports": free_ports(3), "first_job": first_job}
         (self.place / "slurm.conf").write_text(SLURM_CONF.format(**values))
-        (self.place / "cluster.conf").write_text(CLUSTER_CONF)
+        (self.place / "cluster.conf").write_text(CLUSTER_CONF.format(python=self.python))
         (self.place / "state").mkdir()
 
     def start(self) -> None:

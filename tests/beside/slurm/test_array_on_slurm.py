@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -191,12 +190,10 @@ def test_an_array_that_outlives_its_command_is_found(cluster, run, whole):
 
 
 def test_an_arm_whose_task_fails_is_told(cluster, run, tmp_path):
-    wrong = f'[[ $SLURM_ARRAY_TASK_ID == 1 ]] && echo "no torch here" && exit 9; exec {sys.executable} "$@"'
+    wrong = f'[[ $SLURM_ARRAY_TASK_ID == 1 ]] && echo "no torch here" && exit 9; exec {cluster.python} "$@"'
     stand_in(tmp_path, "broken", wrong)
     conf = tmp_path / "cluster.conf"
-    conf.write_text((cluster.place / "cluster.conf").read_text() + f"python = {tmp_path / 'broken'}\n[own]\n")
-    text = conf.read_text().replace("[a100]\n", f"[a100]\npython = {tmp_path / 'broken'}\n")
-    conf.write_text(text.replace(f"python = {tmp_path / 'broken'}\n[own]\n", ""))
+    conf.write_text((cluster.place / "cluster.conf").read_text().replace(str(cluster.python), f"{tmp_path}/broken"))
     code, out, err = finished(submitted(cluster, run, conf=conf))
     assert code == 1, (out, err, cluster.logs())
     place = folder_of(run) / "slurm" / "000" / "1" / "slurm.log"

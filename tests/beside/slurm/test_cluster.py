@@ -139,8 +139,10 @@ def test_before_its_time_is_up_a_job_saves_and_keeps_to_max_requeues(cluster, tm
 
 
 def test_a_cancelled_job_is_over_and_its_state_saved(cluster, tmp_path):
-    run = tmp_path / "run"
-    job = cluster.launch(*ENDLESS, "hydra.run.dir=run", cwd=tmp_path)
+    run, conf = tmp_path / "run", tmp_path / "cluster.conf"
+    in_forks = (cluster.place / "cluster.conf").read_text()
+    conf.write_text(in_forks.replace(f"python = {cluster.python}\n", ""))  # starts Python anew, as for users
+    job = cluster.launch("--cluster", str(conf), *ENDLESS, "hydra.run.dir=run", cwd=tmp_path)
     cluster.wait(lambda: step(run) > 5)
     cluster.run("scancel", job)
     cluster.wait(lambda: "ended by Slurm" in log(run))
@@ -190,8 +192,8 @@ def test_all_runs_that_share_a_task_are_told_to_stop(cluster, tmp_path):
     sweep, conf = tmp_path / "sweep", tmp_path / "cluster.conf"
     (tmp_path / "short_run.py").write_text(SHORT_RUN)
     words = f'[[ $1 != *train.py ]] || exec {sys.executable} {tmp_path}/short_run.py "$@"'
-    stand_in(tmp_path, "python", f'{words}\nexec {sys.executable} "$@"')
-    conf.write_text((cluster.place / "cluster.conf").read_text().replace("[any]", f"python = {tmp_path}/python\n[any]"))
+    stand_in(tmp_path, "python", f'{words}\nexec {cluster.python} "$@"')
+    conf.write_text((cluster.place / "cluster.conf").read_text().replace(str(cluster.python), f"{tmp_path}/python"))
     typed = ["--cluster", str(conf), "--pack", "2", "-m", "seed=0,1", "hydra.sweep.dir=sweep"]
     job = cluster.launch(*typed, cwd=tmp_path)
     cluster.wait(lambda: all((sweep / number / "metrics.jsonl").exists() for number in "01"))
@@ -225,8 +227,8 @@ exec {python} "$@"
 
 def test_a_node_with_another_card_is_left_and_avoided(cluster, tmp_path):
     bad, conf = tmp_path / "bad", tmp_path / "cluster.conf"
-    stand_in(tmp_path, "python", OLD_CARD.format(bad=bad, python=sys.executable))
-    conf.write_text((cluster.place / "cluster.conf").read_text().replace("[any]", f"python = {tmp_path}/python\n[any]"))
+    stand_in(tmp_path, "python", OLD_CARD.format(bad=bad, python=cluster.python))
+    conf.write_text((cluster.place / "cluster.conf").read_text().replace(str(cluster.python), f"{tmp_path}/python"))
     chosen = ["--parallel-jobs", "1", "-m", "seed=0,1", *TINY_GPT, "steps=2", "hydra.sweep.dir=run"]
     job = cluster.launch("--cluster", str(conf), *chosen, cwd=tmp_path)
     assert cluster.ended(job) == "COMPLETED"

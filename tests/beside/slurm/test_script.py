@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from stabletrain.beside.slurm.request import Card
 from stabletrain.beside.slurm.script import environment, ranges
+from tests import forkserver
 from tests.beside.slurm.given import options
 from tests.beside.slurm.stand_ins import stand_in
 from tests.runs import ROOT
@@ -50,7 +51,7 @@ def arguments(place, typed, tasks=0):
     stand_in(place, "srun", 'while [[ $1 == -* ]]; do shift; done; exec "$@"')
     (place / "cluster.conf").write_text(f"[any]\npython = {place}/python\n")
     words = [str(ROOT / "slurm" / "launch.sh"), "--cluster", str(place / "cluster.conf"), "--dry-run", *typed]
-    environment = {**os.environ, "PYTHON": sys.executable, "PATH": f"{place}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PYTHON": forkserver.python(), "PATH": f"{place}:{os.environ['PATH']}"}
     shown = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0, shown.stderr
     environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
