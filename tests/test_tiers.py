@@ -65,6 +65,32 @@ def test_a_fork_ends_as_a_fresh_interpreter_does(tmp_path, end):
     assert forked.stderr.splitlines()[-1] == fresh.stderr.splitlines()[-1]
 
 
+STATE = """
+import gc, logging, os, signal, sys
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from stabletrain.cli import train
+
+print(torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads())
+print(torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+print(torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision())
+print(sorted((int(number), str(signal.getsignal(number))) for number in signal.valid_signals()))
+print(GlobalHydra.instance().is_initialized(), logging.root.handlers, logging.root.level)
+print(sorted(os.environ.items()), sys.flags, gc.isenabled(), gc.get_threshold())
+print(sys.excepthook, sys.getrecursionlimit(), os.getcwd(), sys.argv)
+"""
+
+
+def test_a_fork_begins_as_a_fresh_process_though_the_server_has_trained(tmp_path):
+    (tmp_path / "state.py").write_text(STATE)
+    words = ["state.py", "a"]
+    mine = python(*words, cwd=tmp_path)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    fresh = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert (mine.returncode, fresh.returncode) == (0, 0), mine.stderr + fresh.stderr
+    assert mine.stdout.splitlines() == fresh.stdout.splitlines()
+
+
 def test_a_fork_that_is_killed_is_gone(tmp_path):
     code = "import os, time; open('pid', 'w').write(str(os.getpid())); os.rename('pid', 'there'); time.sleep(600)"
     forked = forkserver.start(["-c", code], tmp_path, os.environ, tmp_path / "out", tmp_path / "err", "command line")
