@@ -326,7 +326,9 @@ def kept_precision(resume: str, target: str, choices: Mapping[str, str], folder:
     return found if found in AUTO_MODES and record.get("choices", {}).get("precision") == "auto" else ""
 
 
-def check_resume(resume: str, now: Settings, folder: Path, *, unfinished: bool = True) -> None:
+def check_resume(
+    resume: str, now: Settings, folder: Path, *, unfinished: bool = True, before: Settings | None = None
+) -> None:
     """Checks a resume against the table. Call it before anything is built; it does nothing without a resume.
 
     Args:
@@ -334,12 +336,14 @@ def check_resume(resume: str, now: Settings, folder: Path, *, unfinished: bool =
         now: the run's new settings.
         folder: the run folder.
         unfinished: whether to refuse changes of a run that has finished all its steps.
+        before: the settings with which the resumed run ended; read from its record by default.
 
     Raises:
         ConfigError: the resume changes what it cannot, or it resumes a finished run without more steps.
     """
     other = resumed_folder(resume, folder)
-    before = None if other is None else recorded_settings(other, float("inf"))
+    if other is not None:
+        before = before or recorded_settings(other, float("inf"))
     if other is None or before is None:
         return
     changes = changed_keys(before, now)

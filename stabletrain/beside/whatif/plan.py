@@ -20,14 +20,29 @@ from stabletrain.beside.whatif.trouble import Trouble, find_target, find_trouble
 from stabletrain.config import arguments, trust
 from stabletrain.config.checks import check
 from stabletrain.config.jobs import composed
-from stabletrain.config.resuming import GROUPS, acting, changed_keys, check_resume, row_of, settings
+from stabletrain.config.resuming import (
+    GROUPS,
+    Settings,
+    acting,
+    changed_keys,
+    check_resume,
+    recorded_settings,
+    row_of,
+    settings,
+)
 from stabletrain.errors import ConfigError
 from stabletrain.program import conf_folder
 from stabletrain.stored.trusted import check_links
 
 
-def judged(arm: Arm, base: BaseRun) -> Arm:
-    """Returns an arm with the reason for which it applies, or does not. Builds and writes nothing."""
+def judged(arm: Arm, base: BaseRun, ended: Settings | None = None) -> Arm:
+    """Returns an arm with the reason for which it applies, or does not. Builds and writes nothing.
+
+    Args:
+        arm: the arm.
+        base: the run.
+        ended: the settings with which the run ended; read from its record by default.
+    """
     if arm.refused or (arm.edit and not arm.overrides):
         return arm
     if arm.named == RECORDED and (named := trust.foreign_argument([], arm.overrides)):
@@ -38,7 +53,7 @@ def judged(arm: Arm, base: BaseRun) -> Arm:
         with composed(base.resumed(checkpoint, arm.overrides, base.run / "whatif"), conf_folder()) as (cfg, choices):
             check(cfg)
             now = settings(cfg, choices)
-            check_resume(cfg.resume, now, Path(cfg.resume))
+            check_resume(cfg.resume, now, Path(cfg.resume), before=ended)
             changes = changed_keys(base.settings, now)
     except ConfigError as error:
         return replace(arm, refused=str(error))
@@ -66,7 +81,8 @@ def judge_all(arms: Sequence[Arm], base: BaseRun) -> list[Arm]:
     Raises:
         ConfigError: not even `nothing` applies, so the run cannot be resumed at all; or the user's own arm does not.
     """
-    found = [judged(arm, base) for arm in arms]
+    ended = recorded_settings(base.run, float("inf"))  # read once: it takes as long as to compose an arm
+    found = [judged(arm, base, ended) for arm in arms]
     for arm in found:
         if arm.refused and arm.name == NOTHING:
             raise ConfigError(f"{base.run} cannot be resumed: {arm.refused}")

@@ -167,11 +167,11 @@ def command(*typed, cwd):
 
 
 @pytest.mark.slow
-def test_a_run_of_gpt2_goes_to_every_format_through_the_command(tmp_path, monkeypatch):
+def test_a_run_of_gpt2_goes_to_every_format_and_through_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = train(tmp_path, *GPT2)
     model, tokens = stabletrain.load(run), torch.randint(256, (2, 16))
-    hf = command(run, "--to", "hf", cwd=tmp_path)
+    hf = told(capsys, run, "--to", "hf")  # in this process, which imports the libraries for all tests
     assert "checked  transformers " in hf
     tokenizer = loaded(hf)["tokenizer"]
     text = "def f(x):\n\treturn  x # häß\u2028 \0 \x7f 𝒳 \xa0"
@@ -181,7 +181,7 @@ def test_a_run_of_gpt2_goes_to_every_format_through_the_command(tmp_path, monkey
     with torch.no_grad():
         logits = model(tokens)
         assert (loaded(hf)["model"](tokens).logits - logits).abs().max() < 1e-5
-    onnx = command(run, "--to", "onnx", cwd=tmp_path)
+    onnx = told(capsys, run, "--to", "onnx")
     assert "checked  onnxruntime " in onnx
     session = loaded(onnx)["session"]
     assert np.abs(session.run(None, {"inputs": tokens.numpy()})[0] - logits.numpy()).max() < 1e-4
@@ -201,18 +201,18 @@ def test_the_tokenizer_is_that_of_the_data(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gpt_with_every_part_goes_to_onnx(tmp_path, monkeypatch):
+def test_a_gpt_with_every_part_goes_to_onnx(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     parts = ["model=gpt_nano", "qknorm=layernorm", "softcap=gemma2", "model.norm=rmsnorm", "model.mlp=swiglu"]
     run = train(tmp_path, *GPT2, *parts)
-    session, tokens = loaded(command(run, "--to", "onnx", cwd=tmp_path))["session"], torch.randint(256, (3, 9))
+    session, tokens = loaded(told(capsys, run, "--to", "onnx"))["session"], torch.randint(256, (3, 9))
     with torch.no_grad():
         logits = stabletrain.load(run)(tokens).numpy()
     assert np.abs(session.run(None, {"inputs": tokens.numpy()})[0] - logits).max() < 1e-4
 
 
 @pytest.mark.slow
-def test_a_run_of_resnet18_goes_to_torchvision_and_onnx(tmp_path, monkeypatch):
+def test_a_run_of_resnet18_goes_to_torchvision_and_onnx(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pixels = np.random.default_rng(0)
     for split in ("train", "val"):
@@ -228,18 +228,18 @@ def test_a_run_of_resnet18_goes_to_torchvision_and_onnx(tmp_path, monkeypatch):
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         logits = stabletrain.load(run)(images)
-        output = command(run, "--to", "hf", cwd=tmp_path)
+        output = told(capsys, run, "--to", "hf")
         assert "data.mean=[0.485, 0.456, 0.406] and data.std=[0.229, 0.224, 0.225]" in output
         theirs = loaded(output)["model"].eval()
         assert (theirs(images) - logits).abs().max() < 1e-5
-    session = loaded(command(run, "--to", "onnx", cwd=tmp_path))["session"]
+    session = loaded(told(capsys, run, "--to", "onnx"))["session"]
     assert np.abs(session.run(None, {"inputs": images.numpy()})[0] - logits.numpy()).max() < 1e-4
 
 
 @pytest.mark.slow
-def test_a_users_model_goes_to_onnx(place, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{place / 'plugin'}:{os.environ.get('PYTHONPATH', '')}")
-    session = loaded(command("plugin_run", "--to", "onnx", cwd=place))["session"]
+@pytest.mark.usefixtures("place")
+def test_a_users_model_goes_to_onnx(capsys):
+    session = loaded(told(capsys, "plugin_run", "--to", "onnx"))["session"]
     inputs = torch.randn(5, 8)
     with torch.no_grad():
         outputs = stabletrain.load("plugin_run")(inputs).numpy()

@@ -7,6 +7,8 @@ import signal
 import pytest
 
 import stabletrain
+from stabletrain.beside.whatif import healing
+from stabletrain.beside.whatif.plan import plan
 from stabletrain.tracking.metrics import read_jsonl
 from tests.beside.whatif import interrupted
 from tests.beside.whatif.test_healing import HALTS
@@ -36,10 +38,11 @@ def uninterrupted(place):
     trained(place)
 
 
-def trained(place, *more):
+def trained(place, *more, plan=plan):
     """Trains the run in a folder, in this process, in which Hydra keeps what it read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
+        patch.setattr(healing, "plan", plan)
         stabletrain.train([*RUN, *more])
 
 
@@ -48,26 +51,31 @@ def whole(tmp_path_factory):
     return end(once(tmp_path_factory, "healing_whole", uninterrupted) / "run")
 
 
+def cut_off(place, sent, moment):
+    """Runs the run in a folder until the signal ends it."""
+    words = ["-m", interrupted.__name__, sent, moment, "all", *RUN]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return python(*words, cwd=place, PYTHONPATH=path, FEW_ARMS="1")
+
+
 MOMENTS = [("SIGTERM", "arm:30"), ("SIGKILL", "install:1"), ("SIGKILL", "stop:2"), ("SIGTERM", "cost:2")]
 """In an arm, in the middle of the change to the winner, after the halt, and between two arms."""
 
 
 @pytest.mark.parametrize(("sent", "moment"), MOMENTS)
 def test_a_healing_run_that_is_interrupted_comes_to_the_same_end(whole, tmp_path, sent, moment):
-    words = ["-m", interrupted.__name__, sent, moment, "all", *RUN]
-    cut = python(*words, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    cut = cut_off(tmp_path, sent, moment)
     assert cut.returncode == (75 if sent == "SIGTERM" else -signal.SIGKILL), cut.stderr
     status = json.loads((tmp_path / "run" / "run.json").read_text())["status"]
     assert sent == "SIGKILL" or status == "preempted"
     if sent == "SIGTERM":  # it stops at once, and not when all arms are over
         assert not [*tmp_path.glob("run/whatif/*/healing.json")]
-    trained(tmp_path, "resume=auto")
+    trained(tmp_path, "resume=auto", plan=interrupted.judge_few)
     assert end(tmp_path / "run") == whole
 
 
 def test_another_setting_that_is_typed_after_a_halt_takes_the_place_of_the_fixes(tmp_path):
-    words = ["-m", interrupted.__name__, "SIGKILL", "halt:1", "all", *RUN]
-    cut = python(*words, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    cut = cut_off(tmp_path, "SIGKILL", "halt:1")
     assert cut.returncode == -signal.SIGKILL, cut.stderr
     trained(tmp_path, "resume=auto", "optimizer.lr=0.003")
     kinds = {line["event"]: line for line in read_jsonl(tmp_path / "run" / "events.jsonl")}
