@@ -278,12 +278,15 @@ def test_a_halt_has_its_own_code_and_says_why(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_output_pipe_does_not_end_the_run(tmp_path, unbuffered):
-    process = piped(tmp_path, unbuffered, *QUICK)
-    process.stdout.readline()
-    process.stdout.close()
-    errors = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(timeout=120), errors) == (0, b"")
+    pipe, errors = tmp_path / "out", tmp_path / "err"
+    os.mkfifo(pipe)
+    reader = os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # without a writer, it would wait for one
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": unbuffered}
+    process = forkserver.start([str(ROOT / "train.py"), *QUICK], tmp_path, environment, pipe, errors)
+    os.set_blocking(reader.fileno(), True)
+    assert reader.readline().startswith("stabletrain")
+    reader.close()
+    assert (process.wait(120), errors.read_text()) == (0, "")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
 
