@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -52,6 +52,8 @@ PRELOADED["program"] = (
     "torch.distributed.fsdp",
     "torch._dynamo",  # every step imports it, and that takes longer than most commands
     "sklearn.datasets",
+    "stabletrain.parallel.hsdp",
+    "torch.utils.flop_counter",
 )
 """What commands import, without torch and with it. None may start a thread: a fork has only the one that forked it."""
 
@@ -275,10 +277,15 @@ def keep(own: Path) -> None:
     folder.mkdir(exist_ok=True)
     patch = pytest.MonkeyPatch()
     composing.remember(patch, folder)
-    building.remember(patch)
+    building.remember(patch, folder)
     for block_size in (16, 128):  # of most small runs, and the default; what is kept goes by the arguments
         text = Stdlib(block_size=block_size, val_fraction=0.04, seed=0, length_warmup=0, length_start=8)
     text.fingerprint()
+    if importlib.util.find_spec("stabletrain.beside"):  # the core is also tested alone
+        from stabletrain.beside.comparison.pages.rendering import templates
+
+        for name in ("run", "base", "parts"):  # of the page that a run writes at its end
+            templates().get_template(f"comparison/pages/templates/{name}.html")
 
 
 def received(connection: socket.socket) -> tuple[dict, list[int]]:
