@@ -8,20 +8,26 @@ from typing import Any
 
 import pytest
 
+from tests.composing import Kept
+
 PACKAGE = Path(__file__).parent.parent / "stabletrain"
 
 
-def remember(patch: pytest.MonkeyPatch) -> None:
+def remember(patch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
     """Has this process keep the text of the standard library, its hash, the FLOPs of each model, and git's answer.
 
     A class that an option names is called with the option's values, as Hydra would after copying them three times.
+
+    Args:
+        patch: takes it back.
+        folder: an existing one, in which processes share the FLOPs; see `composing.Kept`.
     """
     from stabletrain.config import make as making  # not before `--types` has its checks in place
     from stabletrain.data import text
     from stabletrain.tracking import run_folder
     from stabletrain.trainer import contract
 
-    libraries, hashes, flops, commits = {}, {}, {}, {}
+    libraries, hashes, flops, commits = {}, {}, Kept(folder), {}
     make, fingerprint, count = text.Stdlib.__init__, text.Stdlib.fingerprint, contract.flops_per_sample
     instantiate, ask_git = making.instantiate, run_folder.git
 
@@ -43,10 +49,7 @@ def remember(patch: pytest.MonkeyPatch) -> None:
     @wraps(count)
     def counted_once(model: Any, inputs: Any) -> float | None:
         shapes = [(name, tuple(value.shape)) for name, value in model.named_parameters()]
-        key = repr((model, shapes, inputs.shape, inputs.dtype))
-        if key not in flops:
-            flops[key] = count(model, inputs)
-        return flops[key]
+        return flops.get(("flops", repr(model), shapes, inputs.shape, inputs.dtype), lambda: count(model, inputs))
 
     @wraps(instantiate)
     def instantiated_quickly(node: Any, **given: Any) -> Any:

@@ -162,5 +162,5 @@ def _compose_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(composing.FOLDER, str(folder))  # for the server of forks
         composing.remember(patch, folder)
-        building.remember(patch)
+        building.remember(patch, folder)
         yield

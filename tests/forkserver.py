@@ -51,6 +51,7 @@ PRELOADED["program"] = (
     "stabletrain.models.resnet",
     "stabletrain.checkpoint.checkpoints",
     "stabletrain.checkpoint.dcp",
+    "stabletrain.parallel.hsdp",
     "torch.distributed.fsdp",
     "torch.distributed.run",
     "torch._dynamo",  # every step imports it, and that takes longer than most commands
@@ -279,7 +280,7 @@ def keep(own: Path) -> None:
     folder.mkdir(exist_ok=True)
     patch = pytest.MonkeyPatch()
     composing.remember(patch, folder)
-    building.remember(patch)
+    building.remember(patch, folder)
     for block_size in (16, 128):  # of most small runs, and the default; what is kept goes by the arguments
         text = Stdlib(block_size=block_size, val_fraction=0.04, seed=0, length_warmup=0, length_start=8)
     text.fingerprint()

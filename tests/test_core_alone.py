@@ -19,9 +19,10 @@ from tests.runs import ROOT, TINY_GPT, python
 
 HIDDEN = """
 import runpy, sys
-sys.modules["stabletrain.beside"] = sys.modules["stabletrain.adapters"] = None
+parts = "stabletrain.beside", "stabletrain.adapters"
+sys.modules.update(dict.fromkeys([*parts, *(name for name in sys.modules if name.startswith(parts))]))
 """
-"""With None in `sys.modules` a package is neither found nor imported, wherever it is installed."""
+"""With None in `sys.modules` a module is neither found nor imported, wherever it is installed. A fork has some."""
 
 TRAIN = f"sys.argv = [{str(ROOT / 'train.py')!r}, *sys.argv[1:]]; runpy.run_path(sys.argv[0], run_name='__main__')"
 COMMAND = "runpy.run_module('stabletrain', run_name='__main__')"

@@ -18,6 +18,9 @@ from stabletrain.checkpoint.host_copies import host_copies
 Tree = Any
 """A state tree; type checkers do not support the recursive type."""
 
+LEAVES = frozenset({str, bool, int, float, type(None)})
+"""Types of which every instance is a leaf, and no tensor."""
+
 
 def flatten(tree: Tree) -> tuple[dict[str, Any], Tree]:
     """Converts a tree to its tensors and a skeleton.
@@ -112,6 +115,8 @@ def map_tensors(function: Callable[[Any], Any], tree: Tree, kind: type = Tensor)
     Args:
         kind: `Piece` applies it to each piece instead.
     """
+    if type(tree) in LEAVES:  # most of a state; the abstract classes below take ten times longer
+        return tree
     match tree:
         case kind():
             return function(tree)

@@ -23,7 +23,7 @@ from tests.runs import ROOT, TINY_GPT, composed
 from tests.tracking import wandb_file
 
 QUICK = [*TINY_GPT, "steps=12", "checkpoint.every=4", "eval_every=6", "log_every=1", "report=false", "precision=fp32"]
-QUICK += ["checkpoint.keep=9", "schedule=constant", "warmup=none"]
+QUICK += ["checkpoint.keep=9", "schedule=constant", "warmup=none", "monitors=none", "eval_batches=1"]
 
 
 class Crash(Exception):
@@ -290,12 +290,12 @@ CHANGES = {
 @pytest.mark.slow
 def test_a_changed_run_that_is_killed_and_resumed_equals_one_that_was_not(run, tmp_path):
     shutil.copytree(run, tmp_path / "whole")
-    changed = [*QUICK, "steps=20", *CHANGES["new state"], "resume=auto"]
+    changed = [*QUICK, "steps=16", *CHANGES["new state"], "resume=auto"]
     begun(tmp_path / "whole", *changed)
     for crash_at in (9, 14):  # before and after the first checkpoint of the changed run
         begun(run, *changed, crash_at=crash_at)
     begun(run, *changed)
-    ends = [everything(folder / "checkpoints/step-00000020") for folder in (tmp_path / "whole", run)]
+    ends = [everything(folder / "checkpoints/step-00000016") for folder in (tmp_path / "whole", run)]
     assert ends[0] == ends[1]
     assert metrics(tmp_path / "whole") == metrics(run)
 
@@ -308,7 +308,7 @@ ROLLBACK = ["guard.window=20", "guard.patience=2", "guard.healthy_after=2", "gua
 def test_a_rollback_goes_back_to_a_changed_state_and_so_it_does_after_a_kill(run, tmp_path, kind, target):
     shutil.copytree(run, tmp_path / "whole")
     changed = [*QUICK, *ROLLBACK, f"guard.snapshot_every={50 if target == 8 else 10}", "checkpoint.keep=1"]
-    changed += ["steps=24", *CHANGES[kind], "resume=auto"]
+    changed += ["steps=20", "forensics=off", *CHANGES[kind], "resume=auto"]
     begun(tmp_path / "whole", *changed, wreck_at=[14])
     back = event(tmp_path / "whole", "rollback")
     assert (back["to"], back["loaded"]) == (target, target)
@@ -317,13 +317,13 @@ def test_a_rollback_goes_back_to_a_changed_state_and_so_it_does_after_a_kill(run
     begun(run, *changed, wreck_at=[14])
     back = event(run, "rollback")
     assert (back["to"], back["loaded"]) == (target, 8)
-    ends = [everything(folder / "checkpoints/step-00000024") for folder in (tmp_path / "whole", run)]
+    ends = [everything(folder / "checkpoints/step-00000020") for folder in (tmp_path / "whole", run)]
     assert ends[0]["tensors"] == ends[1]["tensors"]
 
 
 @pytest.mark.slow
 def test_steps_from_before_the_change_are_not_replayed_with_the_new_settings(run):
-    changed = [*QUICK, *ROLLBACK, "steps=24", "optimizer.lr=0.001", "resume=auto"]
+    changed = [*QUICK, *ROLLBACK, "steps=20", "forensics=off", "optimizer.lr=0.001", "resume=auto"]
     begun(run, *changed, crash_at=13)
     shutil.rmtree(run / "checkpoints/step-00000008")  # what the rollback needs
     with pytest.raises(TrainingHalted, match="the state of step 8, from which the run was resumed with other settings"):
@@ -335,7 +335,7 @@ def test_steps_from_before_the_change_are_not_replayed_with_the_new_settings(run
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [[], ["optimizer.lr=0.002"]])
 def test_the_record_keeps_a_change_at_the_step_of_a_rollback(run, again):
-    changed = [*QUICK, *ROLLBACK, "steps=24", "optimizer.lr=0.001", "resume=auto"]
+    changed = [*QUICK, *ROLLBACK, "steps=20", "forensics=off", "optimizer.lr=0.001", "resume=auto"]
     begun(run, *changed, wreck_at=[10], crash_at_tick=14)
     assert event(run, "rollback")["to"] == 8
     begun(run, *changed, *again, crash_at=11)

@@ -6,8 +6,6 @@ as it is where tests run by themselves, because PyTorch refuses more then.
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -23,7 +21,7 @@ from stabletrain.trainer import parts
 from stabletrain.trainer.build import build
 from stabletrain.trainer.parts import warm_up_compiled
 from tests.devices import CARD, skip_unless_it_has
-from tests.runs import TINY_GPT, command, composed
+from tests.runs import TINY_GPT, command, composed, python
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -167,11 +165,15 @@ def test_a_compiled_step_is_replayed_with_the_same_bits_in_the_run(place, run):
 @pytest.mark.slow
 @pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")
 def test_a_compiled_step_is_replayed_with_the_same_bits_from_its_folder(place):
-    incident = (
-        place / "chunks" / "incidents" / "step-00000006"
-    )  # of this run, model and chunks of the loss are compiled
-    replay = [sys.executable, "-m", "stabletrain.cli.commands", "replay", str(incident), "--json"]
-    done = subprocess.run(replay, capture_output=True, text=True, timeout=800, check=False)
+    # Of this run, the model and the chunks of the loss are compiled.
+    replay = [
+        "-m",
+        "stabletrain.cli.commands",
+        "replay",
+        str(place / "chunks" / "incidents" / "step-00000006"),
+        "--json",
+    ]
+    done = python(*replay, cwd=place, timeout=800)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["same_bits"] is True
 

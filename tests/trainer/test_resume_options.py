@@ -116,6 +116,16 @@ def trains_on(name, group, option):
     return kind_of(name, group, option) != REFUSED and unfit(name, group, option) is None
 
 
+def refused_like_with_a_gpt(group, option):
+    """Whether the table and the models say the same of an option for a GPT and for a ResNet: one of them is asked."""
+    said = [
+        (row_of_option(group, before(name, group), option), unfit(name, group, option))
+        for name in MODELS
+        if (group, option) in ASKED[name] and option != before(name, group)
+    ]
+    return len(said) == 2 and said[0] == said[1]
+
+
 def together(name):
     """Returns the options that train on in rows, of each group at most one."""
     rows = in_rows(each for each in ASKED[name] if trains_on(name, *each) and each[0] not in ALONE)
@@ -124,7 +134,12 @@ def together(name):
     return rows + alone + fast
 
 
-REFUSALS = [(name, *each) for name in MODELS for each in ASKED[name] if not trains_on(name, *each)]
+REFUSALS = [
+    (name, *each)
+    for name in MODELS
+    for each in ASKED[name]
+    if not trains_on(name, *each) and not (name == "resnet" and refused_like_with_a_gpt(*each))
+]
 ROWS = [pytest.param(name, row, id=f"{name}-{typed(row)}") for name in MODELS for row in together(name)]
 
 
@@ -146,11 +161,13 @@ def bases(tmp_path_factory):
 @pytest.mark.slow(unless=lambda name, group, option: (name, group, option) in FAST)
 @pytest.mark.parametrize(("name", "group", "option"), REFUSALS)
 def test_an_option_that_a_resume_cannot_take_is_refused_with_the_tables_sentence(tmp_path, bases, name, group, option):
-    shutil.copytree(bases(name), tmp_path / "run")
     refused = kind_of(name, group, option) == REFUSED
+    run = bases(name)
+    if not refused:  # by the table, which comes before anything is written
+        run = shutil.copytree(run, tmp_path / "run")
     expected = "which a resume cannot change" if refused else unfit(name, group, option)
     with pytest.raises((ConfigError, ConfigCompositionException)) as told:
-        resumed(tmp_path / "run", *words(name, [(group, option)]))
+        resumed(run, *words(name, [(group, option)]))
     if isinstance(told.value, ConfigError):
         assert expected in str(told.value)
     else:
