@@ -681,7 +681,7 @@ tests/beside/faults/test_in_io.py and test_planned.py show their effect.
 
 @pytest.mark.slow(unless=lambda key: key in ("compile", "label_smoothing"))
 @pytest.mark.parametrize("key", TOP)
-def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
+def test_every_top_level_key_is_alive(tmp_path, places, unchanged, key, monkeypatch):
     assert key in CHANGED, f"{key} is new: give CHANGED a value that must change a run"
     chosen = filled(["wandb=disabled", *SMALL, *SMALL_GPT], places)
     if key == "compile":  # jaxtyping's checks cannot be traced; tests/trainer/test_compile_warmup.py trains compiled
@@ -694,15 +694,16 @@ def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
                 build(cfg, tmp_path / str(number))
         assert tried == [True], "on a CPU only true compiles, and then it must"
         return
-    base = observe(tmp_path / "base", chosen)
     if key == "report":  # tests/beside/comparison/pages/test_at_end.py checks the page itself
         with composed(*chosen, "report=false") as cfg:
             assert type(build(cfg, tmp_path).output.page) is NoPage
         return
     if key == "resume":  # a finished run is not trained again, but logs the resume
-        again = observe(tmp_path / "base", [*chosen, "resume=auto"])
+        observe(tmp_path, chosen)
+        again = observe(tmp_path, [*chosen, "resume=auto"])
         assert [line["event"] for line in again["lines"] if "event" in line][-1] == repr("resume")
         return
+    base = unchanged(*chosen)
     other = observe_or_refusal(tmp_path / "other", [*chosen, f"{key}={changed(key, chosen)}"])
     if isinstance(other, str):
         assert key in other
