@@ -32,7 +32,7 @@ SMALL_GPT = [
     "model.n_embd=16",
 ]
 SMALL_RESNET = ["model=resnet20", "data=digits", "model.depth=8"]
-LARGE_RESNET = ["data=digits", "batch_size=16", "steps=2", "eval_batches=1"]
+LARGE_RESNET = ["data=digits", "batch_size=16", "steps=2", "eval_batches=1", "precision=fp32"]
 LARGE_RESNET += ["guard=skip", "forensics=off", "checkpoint=off"]
 
 WITH = {
@@ -617,7 +617,7 @@ def needed_for(group, option, key, places):
             "steps=6",
         ]
     if (group, option) == ("model", "resnet18"):
-        return ["steps=1", "precision=fp32"]
+        return ["steps=1"]
     if name in SEEN_ELSEWHERE:
         return None
     if name == "data.download":
