@@ -307,8 +307,8 @@ def bad_at(*steps: int):
     return reading
 
 
-ROLLING_BACK = ["steps=3", "forensics=off", "guard.patience=1", "guard.snapshot_every=1", "guard.healthy_after=1"]
-"""With these, the first skipped step restores the snapshot of the step before."""
+ROLLING_BACK = ["steps=4", "forensics=off", "guard.patience=1", "guard.snapshot_every=1", "guard.healthy_after=1"]
+"""With these, a skipped step 3 restores the snapshot of step 1, which holds what the parts have kept so far."""
 
 RESTORED = [
     ("resnet", "optimizer=sgd"),
@@ -334,7 +334,7 @@ def test_a_restored_state_is_on_the_device(tmp_path, monkeypatch, model, typed, 
 
         monkeypatch.setattr(Rollback, "roll_back", forgetting)
     chosen = [*MODELS[model], *typed.split(), *ROLLING_BACK]
-    assert trained(tmp_path, "h100", *chosen, reading=bad_at(2)).foreign == []
+    assert trained(tmp_path, "h100", *chosen, reading=bad_at(3)).foreign == []
     kinds = [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")]
     assert "rollback" in kinds
 
@@ -425,7 +425,7 @@ def test_a_mistake_is_noticed(tmp_path, monkeypatch, mistake):
     model = MODELS["resnet" if owner is buffers else "gpt"]
     chosen = [*model, "precision=fp16", *(ROLLING_BACK if spoil is None else [])]
     try:
-        foreign = trained(tmp_path, "h100", *chosen, reading=bad_at(2) if spoil is None else None).foreign
+        foreign = trained(tmp_path, "h100", *chosen, reading=bad_at(3)).foreign
     except (HostRead, RuntimeError) as error:
         foreign = [str(error)]
     assert foreign
