@@ -200,6 +200,7 @@ KEYS = {
         "precision.fp32_modules=[head] optimizer.decay=independent data.length_warmup=2 data.length_start=8 steps=4 "
         "softmax=sink attention_gate=sigmoid norm_placement=post init=small clipping=zclip schedule=step averaging=ema "
         "warmup=none",
+        "activation_checkpointing=blocks steps=1",  # the fake engine computes a block again for each node
         "precision=fp16 optimizer=spam monitors=full",
         "precision=fp8 precision.recipe=rowwise grad_accum_steps=2 model.bias=true",
         "precision=fp8 precision.recipe=rowwise_with_gw_hp loss_chunk=8 monitors=full",
@@ -207,7 +208,7 @@ KEYS = {
         "optimizer.cautious_decay=true clipping=update_norm clipping.warmup_steps=2 guard.recheck_every=2 steps=5 "
         "norm_placement=reordered init=gpt2 qkclip=kimi",
         "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0.9 monitors=default monitors.every=1 eval_every=1 "
-        "steps=3 norm_placement=sandwich activation_checkpointing=blocks qknorm=rmsnorm init=normal clipping=norm "
+        "steps=3 norm_placement=sandwich qknorm=rmsnorm init=normal clipping=norm "
         "schedule=wsd averaging=snapshots zloss=olmo",
         "guard.recheck_every=1 precision=fp16 optimizer=stable_adamw grad_accum_steps=2",
         "guard=rollback guard.recheck_every=1 guard.snapshot_every=2 steps=7 init=torch",
