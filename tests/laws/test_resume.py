@@ -196,7 +196,7 @@ def test_resuming_with_another_learning_rate_uses_it(tmp_path):
 @pytest.mark.slow
 def test_kill_minus_nine_at_random_moments(tmp_path):
     """Two real kills of a real process; `python -m tests.reliability.kills` does thirty."""
-    report = kills.campaign(tmp_path, kills=2, seed=0)
+    report = kills.campaign(tmp_path, kills=2, seed=0, steps=100)
     assert report.kills == 2
     assert report.identical, report.difference
     assert report.resumed_from, "no kill came after a checkpoint: the campaign shows nothing"

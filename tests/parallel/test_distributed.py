@@ -156,8 +156,9 @@ FOUR["fsdp/few_rows"] = {"overrides": [*FEW_ROWS, "parallel=fsdp"]}
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    slow = [name for name in CASES if name not in (*ESSENTIAL, "ddp/other_data")]
-    return on_demand(shared_place / "agreement_two", 2, CASES, [slow])
+    fast = [*ESSENTIAL, "ddp/other_data"]
+    slow = [name for name in CASES if name not in fast]
+    return on_demand(shared_place / "agreement_two", 2, CASES, [fast, slow])
 
 
 @pytest.fixture(scope="module")

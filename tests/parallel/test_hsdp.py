@@ -39,12 +39,30 @@ FAULTS = {
     "activation": [*ONE_FAULT, "faults=activation"],
     "update": [*ONE_FAULT, "faults=optimizer", "guard=rollback"],
 }
-GUARDED = [*TINY_GPT, *ALWAYS, *QUICK, "forensics=off", "model.dropout=0.1", "clipping=zclip", "averaging=ema"]
+GUARDED = [
+    *TINY_GPT,
+    "model.n_layer=1",
+    *ALWAYS,
+    *QUICK,
+    "forensics=off",
+    "model.dropout=0.1",
+    "clipping=zclip",
+    "averaging=ema",
+]
 GUARDED += ["steps=28", *COPIES]
-FLIPPED = [*TINY_GPT, *ALWAYS, "forensics=off", "model.dropout=0.1", "steps=10", "checkpoint.every=4", "eval_every=8"]
+FLIPPED = [
+    *TINY_GPT,
+    "model.n_layer=1",
+    *ALWAYS,
+    "forensics=off",
+    "model.dropout=0.1",
+    "steps=10",
+    "checkpoint.every=4",
+    "eval_every=8",
+]
 FLIPPED += ["guard.snapshot_every=5", "guard.healthy_after=2", *COPIES]
 FLIP = ["faults=bitflip", "faults.at=[6]", "faults.rank=2", "faults.bit=12"]
-SAVED = [*TINY_GPT, *ALWAYS, "forensics=off", "checkpoint.every=4", "eval_every=4", "averaging=ema"]
+SAVED = [*TINY_GPT, "model.n_layer=1", *ALWAYS, "forensics=off", "checkpoint.every=4", "eval_every=4", "averaging=ema"]
 
 RUNS = {name: [*chosen, *COPIES] for name, chosen in (AS_ONE | FAULTS).items()}
 RUNS |= {"rollback": GUARDED, "clean": FLIPPED, "flip": [*FLIPPED, *FLIP]}

@@ -29,7 +29,6 @@ RUN = [
     *TINY_GPT,
     "model.n_embd=64",
     "model.dropout=0.1",
-    f"steps={STEPS}",
     "checkpoint.every=2",
     "eval_every=40",
     "log_every=1",
@@ -89,13 +88,14 @@ def status(folder: Path) -> str:
     return json.loads(file.read_text())["status"] if file.exists() else ""
 
 
-def campaign(place: Path, kills: int, seed: int) -> Report:
+def campaign(place: Path, kills: int, seed: int, steps: int = STEPS) -> Report:
     """Kills runs at random moments, `kills` times in all; compares each run's end with an uninterrupted one's."""
+    length = f"steps={steps}"
     draw, report = random.Random(seed), Report()
     whole = place / "whole"
     place.mkdir(parents=True, exist_ok=True)
     since = time.time()
-    process = start(whole)
+    process = start(whole, length)
     training(whole, process, since)
     duration = -time.monotonic()
     finish(process)
@@ -105,7 +105,7 @@ def campaign(place: Path, kills: int, seed: int) -> Report:
         report.runs += 1
         while report.kills < kills and status(cut) != "finished":
             since = time.time()
-            process = start(cut, "resume=auto")
+            process = start(cut, length, "resume=auto")
             training(cut, process, since)
             time.sleep(draw.uniform(0, duration / 4))  # a quarter, so that each run is killed several times
             if process.poll() is None:
@@ -114,7 +114,7 @@ def campaign(place: Path, kills: int, seed: int) -> Report:
                 report.kills += 1
                 report.inside_write += any((cut / "checkpoints").glob(f".step-*{killed}"))
             process.communicate()
-        finish(start(cut, "resume=auto"))
+        finish(start(cut, length, "resume=auto"))
         report.resumed_from += resumed(cut)
         if found := difference(whole, cut):
             report.difference = f"{cut.name}: {found}"
