@@ -19,10 +19,15 @@ from tests.runs import ROOT, TINY_GPT, python
 
 HIDDEN = """
 import runpy, sys
-parts = "stabletrain.beside", "stabletrain.adapters"
-sys.modules.update(dict.fromkeys([*parts, *(name for name in sys.modules if name.startswith(parts))]))
+from stabletrain.extension import extension
+
+hidden = "stabletrain.beside", "stabletrain.adapters"
+for name in [name for name in sys.modules if name.startswith(hidden)]:
+    del sys.modules[name]
+sys.modules.update(dict.fromkeys(hidden))
+extension.cache_clear()
 """
-"""With None in `sys.modules` a module is neither found nor imported, wherever it is installed. A fork has some."""
+"""With None in `sys.modules` a package is neither found nor imported, wherever it is installed. A fork has some of it."""
 
 TRAIN = f"sys.argv = [{str(ROOT / 'train.py')!r}, *sys.argv[1:]]; runpy.run_path(sys.argv[0], run_name='__main__')"
 COMMAND = "runpy.run_module('stabletrain', run_name='__main__')"

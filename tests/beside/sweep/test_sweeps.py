@@ -308,6 +308,6 @@ def test_a_plugin_that_is_not_installed_names_its_extra(tmp_path, group, extra):
     (tmp_path / "shadow" / "hydra_plugins").mkdir(parents=True)
     (tmp_path / "shadow" / "hydra_plugins" / "__init__.py").write_text("")
     typed = ["-m", "seed=0,1", f"hydra/{group}={extra}"]
-    done = command(*typed, cwd=tmp_path, PYTHONPATH=f"{tmp_path / 'shadow'}:{ROOT}")
+    done = command(*typed, cwd=tmp_path, torch=False, PYTHONPATH=f"{tmp_path / 'shadow'}:{ROOT}")
     assert done.returncode == 2
     assert done.stderr == f'stabletrain: hydra/{group}={extra} is not installed: pip install "stabletrain[{extra}]"\n'
