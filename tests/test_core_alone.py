@@ -27,7 +27,7 @@ for name in [name for name in sys.modules if name.startswith(hidden)]:
 sys.modules.update(dict.fromkeys(hidden))
 extension.cache_clear()
 """
-"""With None in `sys.modules` a package is neither found nor imported, wherever it is installed. A fork has some of it."""
+"""With None in `sys.modules` a package is neither found nor imported, wherever it is installed. A fork may have it."""
 
 TRAIN = f"sys.argv = [{str(ROOT / 'train.py')!r}, *sys.argv[1:]]; runpy.run_path(sys.argv[0], run_name='__main__')"
 COMMAND = "runpy.run_module('stabletrain', run_name='__main__')"
