@@ -311,7 +311,7 @@ def warm_up() -> None:
         sys.argv = [str(script), *TINY_GPT, "steps=2"]
         with contextlib.suppress(SystemExit):
             runpy.run_path(str(script), run_name="__main__")
-    assert "\nnext " in out.getvalue(), out.getvalue()
+    assert "\nrun      " in out.getvalue(), out.getvalue()
     sys.argv = words
     os.environ.clear()
     os.environ.update(variables)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +103,43 @@ def test_a_fork_that_is_killed_is_gone(tmp_path):
     assert forked.pid == int((tmp_path / "there").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(forked.pid, 0)
+
+
+IGNORES = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("there", "w").close()
+while not os.path.exists("end"):
+    time.sleep(0.01)
+os._exit(75)
+"""
+
+
+def test_a_signal_at_the_end_of_a_command_does_not_change_how_its_client_ends(tmp_path):
+    process = subprocess.Popen([forkserver.python(), "-c", IGNORES], cwd=tmp_path)
+    while not ((tmp_path / "there").exists() and waits_for(process.pid, signal.SIGTERM)):
+        time.sleep(0.01)
+    (tmp_path / "end").touch()
+    while process.poll() is None:
+        process.terminate()
+    assert process.returncode == 75
+
+
+def waits_for(pid, number):
+    """Whether a process blocks a signal, so that one of its threads can wait for it."""
+    [blocked] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigBlk:")]
+    return bool(int(blocked.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_client_has_the_signals_that_it_ignores_ignored_and_passes_the_others_on(tmp_path):
+    code = "import signal, time; print(*(signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGUSR2)), flush=True)"
+    code += "; signal.signal(signal.SIGUSR1, lambda *_: exit(7)); time.sleep(60)"
+    words = ["bash", "-c", 'trap "" USR2; exec "$@"', "bash", forkserver.python(), "-c", code]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout.readline() == "0 1\n"
+        while not waits_for(process.pid, signal.SIGUSR1):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR2)
+        process.send_signal(signal.SIGUSR1)
+    assert process.returncode == 7
