@@ -132,8 +132,8 @@ def waits_for(pid, number):
 
 
 def test_a_client_has_the_signals_that_it_ignores_ignored_and_passes_the_others_on(tmp_path):
-    code = "import signal, time; print(*(signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGUSR2)), flush=True)"
-    code += "; signal.signal(signal.SIGUSR1, lambda *_: exit(7)); time.sleep(60)"
+    code = "import signal, time; before = [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGUSR2)]"
+    code += "; signal.signal(signal.SIGUSR1, lambda *_: exit(7)); print(*before, flush=True); time.sleep(60)"
     words = ["bash", "-c", 'trap "" USR2; exec "$@"', "bash", forkserver.python(), "-c", code]
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     with process:

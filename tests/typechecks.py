@@ -5,8 +5,9 @@ arguments of each call anew, and so would make the others many times slower.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, ForwardRef, get_args
 
 import jaxtyping
@@ -17,6 +18,13 @@ typechecked = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 WITH_SHAPES = jaxtyping.jaxtyped
 
+MAX_DEFINED = 20
+"""How often a function that is defined inside another is checked: each call of the other defines it, and beartype takes
+a millisecond to prepare the checks of each."""
+
+defined: Counter[CodeType] = Counter()
+"""How often each such function has been defined."""
+
 
 def install(package: str) -> None:
     """Checks each module of a package that is imported from now on."""
@@ -25,9 +33,16 @@ def install(package: str) -> None:
 
 
 def jaxtyped_where_shapes_are(function: Any = None, /, *, typechecker: Any = None) -> Any:
-    """Stands for `jaxtyping.jaxtyped`: leaves a function without shapes to the type checker alone."""
+    """Stands for `jaxtyping.jaxtyped`: leaves a function without shapes to the type checker alone.
+
+    One that has been defined inside another too often is left as it is.
+    """
     if function is None:
         return lambda function: jaxtyped_where_shapes_are(function, typechecker=typechecker)
+    if isinstance(function, FunctionType) and "<locals>" in function.__qualname__:
+        defined[function.__code__] += 1
+        if defined[function.__code__] > MAX_DEFINED:
+            return function
     # Not the step that `Guard.attach` defines inside a function: closed.py knows jaxtyping's wrapper only.
     attached = "<locals>" in getattr(function, "__qualname__", "") and function.__module__ == "stabletrain.guard.attach"
     plain = isinstance(function, FunctionType) and not attached

@@ -173,12 +173,12 @@ def test_a_sweep_is_an_array_in_the_folder_that_python_would_have_made(cluster, 
 
 SHORT_RUN = """\
 import json, os, pathlib, signal, sys, time
+asked = []
+signal.signal(signal.SIGUSR2, lambda *_: asked.append(1))  # before there is a file for which the test waits
 folder = pathlib.Path(next(word for word in sys.argv if word.startswith("hydra.run.dir=")).split("'")[1])
 record = {"id": folder.name, "status": "running", "overrides": sys.argv[2:3], "choices": {}, "final": {}}
 (folder / "run.json").write_text(json.dumps(record))
 (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": time.time()}) + "\\n")
-asked = []
-signal.signal(signal.SIGUSR2, lambda *_: asked.append(1))
 print("trains", folder.name, flush=True)
 while not asked:
     time.sleep(0.1)
