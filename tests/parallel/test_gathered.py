@@ -58,11 +58,16 @@ def assert_same_bits(found, expected):
     assert torch.equal(found, expected)
 
 
+def assert_close(found, expected):
+    """Sums in another order, rounded to bf16: small ones differ by the rounding of large terms."""
+    torch.testing.assert_close(found, expected, rtol=0.016, atol=0.01 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_have_the_bits_of_autocast_in_one_process(group_of_one, name):
     whole, model, inputs, precision = sharded(name, group_of_one)
     # A shard has another layout than a channels_last kernel, for which convolutions sum in another order.
-    equal = torch.testing.assert_close if name == "resnet" else assert_same_bits
+    equal = assert_close if name == "resnet" else assert_same_bits
     for _ in range(2):
         expected, gradients = run(whole, inputs, precision)
         found, shards = run(model, inputs, precision)

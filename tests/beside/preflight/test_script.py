@@ -3,17 +3,13 @@
 import copy
 import json
 import os
-import runpy
-import sys
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
-import stabletrain.beside.script.recorder  # noqa: F401  once, not in each forked process
 from stabletrain.beside.preflight.script import bare_loop, copied
-from stabletrain.beside.script import command
+from tests import forkserver
 from tests.parallel.launches import finish, start
 
 CLEAN = """
@@ -69,7 +65,7 @@ from torch.utils.checkpoint import checkpoint
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.rnn = nn.Embedding(20, 16), nn.LSTM(16, 16, batch_first=True)
+        self.embed, self.rnn = nn.Embedding(20, 16), nn.GRU(16, 16, batch_first=True)
         self.block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         self.conv, self.norm = nn.Conv1d(16, 16, 3), nn.BatchNorm1d(16)
     def forward(self, ids):
@@ -100,29 +96,28 @@ for number in range(16):
 """
 
 
+CHECK = """
+import sys, warnings
+from stabletrain.beside.script import command
+warnings.simplefilter("ignore")
+sys.exit(command.run(["--check", *sys.argv[1:], "train.py"]))
+"""
+
+PLAIN = """
+import runpy, warnings
+warnings.simplefilter("ignore")
+runpy.run_path("train.py")
+"""
+
+
 @pytest.fixture
 def run(tmp_path):
-    """Runs a script in a forked process; returns the exit code, the output and the errors."""
+    """Runs a script in a fork; returns the exit code, the output and the errors."""
 
     def run(source, *words, check=True):
-        file = tmp_path / "train.py"
-        file.write_text(source)
-        child = os.fork()
-        if not child:
-            for number, name in ((1, "out"), (2, "err")):
-                os.dup2(os.open(tmp_path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-            os.chdir(tmp_path)
-            warnings.simplefilter("ignore")  # pytest makes them errors
-            try:
-                code = command.run(["--check", *words, "train.py"]) if check else runpy.run_path(str(file)) and 0
-            except SystemExit as ended:
-                code = ended.code
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return code, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
+        (tmp_path / "train.py").write_text(source)
+        ended = forkserver.run(["-c", CHECK if check else PLAIN, *words], tmp_path, os.environ, 300)
+        return ended.returncode, ended.stdout, ended.stderr
 
     return run
 
@@ -146,11 +141,9 @@ def test_of_a_clean_script_there_is_no_fault_and_it_is_said_what_was_not_checked
     assert "use stabletrain.Guard.check(make)" in out
 
 
-def test_until_it_is_ended_a_script_computes_the_same_bits(run, pytestconfig):
-    # The checks of types draw Python's random numbers.
-    source = BITS.replace(", random.random()", "") if pytestconfig.getoption("--types") else BITS
-    code, out, err = run(source)
-    plain = run(source, check=False)[1].splitlines()
+def test_until_it_is_ended_a_script_computes_the_same_bits(run):
+    code, out, err = run(BITS)
+    plain = run(BITS, check=False)[1].splitlines()
     assert (code, err, len(plain)) == (0, "", 16)
     assert out.splitlines()[:12] == plain[:12]
     assert "6 updates" in out.splitlines()[13]

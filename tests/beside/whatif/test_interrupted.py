@@ -63,15 +63,19 @@ MOMENTS = [("SIGTERM", "arm:30"), ("SIGKILL", "install:1"), ("SIGKILL", "stop:2"
 
 
 @pytest.mark.parametrize(("sent", "moment"), MOMENTS)
-def test_a_healing_run_that_is_interrupted_comes_to_the_same_end(whole, tmp_path, sent, moment):
+def test_a_healing_run_that_is_interrupted_comes_to_the_same_end(whole, tmp_path, monkeypatch, sent, moment):
     cut = cut_off(tmp_path, sent, moment)
     assert cut.returncode == (75 if sent == "SIGTERM" else -signal.SIGKILL), cut.stderr
     status = json.loads((tmp_path / "run" / "run.json").read_text())["status"]
     assert sent == "SIGKILL" or status == "preempted"
     if sent == "SIGTERM":  # it stops at once, and not when all arms are over
         assert not [*tmp_path.glob("run/whatif/*/healing.json")]
+    tries = []
+    try_arms = healing.Healer._try
+    monkeypatch.setattr(healing.Healer, "_try", lambda self, *given: tries.append(1) or try_arms(self, *given))
     trained(tmp_path, "resume=auto", plan=interrupted.judge_few)
     assert end(tmp_path / "run") == whole
+    assert len(tries) == (0 if moment == "install:1" else 1), "what `healing.json` says is not found out again"
 
 
 def test_another_setting_that_is_typed_after_a_halt_takes_the_place_of_the_fixes(tmp_path):
