@@ -15,7 +15,7 @@ from jaxtyping import TypeCheckError
 
 from stabletrain.machine.hardware import devices
 from stabletrain.stability.objective.cross_entropy import NoZLoss, z_loss
-from tests import forkserver
+from tests import forkserver, typechecks
 from tests.conftest import is_slow
 from tests.runs import python
 
@@ -36,6 +36,20 @@ def test_types_and_shapes_are_checked_with_the_option_types_alone(request):
     for call in (wrong_type, wrong_shape, other_length):
         with pytest.raises((BeartypeCallHintViolation, TypeCheckError)) if checked else nullcontext():
             call()
+
+
+def test_a_function_inside_another_is_checked_the_first_times_that_it_is_defined():
+    def define():
+        def half(number: int) -> float:
+            return number / 2
+
+        return typechecks.jaxtyped_where_shapes_are(half, typechecker=typechecks.typechecked)
+
+    *checked, unchecked = [define() for _ in range(typechecks.MAX_DEFINED + 1)]
+    for half in checked:
+        with pytest.raises(BeartypeCallHintViolation):
+            half(1.5)
+    assert unchecked(1.5) == 0.75
 
 
 SCRIPT = """
