@@ -14,20 +14,22 @@ PACKAGE = Path(__file__).parent.parent / "stabletrain"
 
 
 def remember(patch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
-    """Has this process keep the text of the standard library, its hash, the FLOPs of each model, and git's answer.
+    """Has this process keep the standard library's text, its hash, FLOPs and sizes of each model, and git's answer.
 
-    A class that an option names is called with the option's values, as Hydra would after copying them three times.
+    A class that an option names is called with the option's values, as Hydra would after copying them three times. The
+    text that a run generates at its end is short: with 200 tokens it takes a seventh of a small run.
 
     Args:
         patch: takes it back.
-        folder: an existing one, in which processes share the FLOPs; see `composing.Kept`.
+        folder: an existing one, in which processes share FLOPs and sizes; see `composing.Kept`.
     """
     from stabletrain.config import make as making  # not before `--types` has its checks in place
     from stabletrain.data import text
     from stabletrain.tracking import run_folder
-    from stabletrain.trainer import contract
+    from stabletrain.trainer import banner, contract, memory
 
-    libraries, hashes, flops, commits = {}, {}, Kept(folder), {}
+    libraries, hashes, kept, commits = {}, {}, Kept(folder), {}
+    measure = memory.on_meta
     make, fingerprint, count = text.Stdlib.__init__, text.Stdlib.fingerprint, contract.flops_per_sample
     instantiate, ask_git = making.instantiate, run_folder.git
 
@@ -49,7 +51,14 @@ def remember(patch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
     @wraps(count)
     def counted_once(model: Any, inputs: Any) -> float | None:
         shapes = [(name, tuple(value.shape)) for name, value in model.named_parameters()]
-        return flops.get(("flops", repr(model), shapes, inputs.shape, inputs.dtype), lambda: count(model, inputs))
+        return kept.get(("flops", repr(model), shapes, inputs.shape, inputs.dtype), lambda: count(model, inputs))
+
+    @wraps(measure)
+    def measured_once(choice: Any, sizes: Any) -> Any:
+        if not choice.target.startswith("stabletrain."):  # a test may have two classes of one name
+            return measure(choice, sizes)
+        given = choice.target, repr(choice.node), repr(sorted(sizes.items()))
+        return kept.get(("sizes", *given), lambda: measure(choice, sizes))
 
     @wraps(instantiate)
     def instantiated_quickly(node: Any, **given: Any) -> Any:
@@ -75,6 +84,8 @@ def remember(patch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
     patch.setattr(text.Stdlib, "__init__", made_once)
     patch.setattr(text.Stdlib, "fingerprint", hashed_once)
     patch.setattr(contract, "flops_per_sample", counted_once)
+    patch.setattr(memory, "on_meta", measured_once)
+    patch.setattr(banner, "SAMPLE_TOKENS", 20)  # with a cache as far as the block, here 16, and without
 
 
 def is_flat(value: Any) -> bool:

@@ -71,6 +71,9 @@ ALONE = Ranks()
 AT_START = 5.0
 """Seconds that a run waits for its tokenizer before the first step; only the sample at the end needs it."""
 
+SAMPLE_TOKENS = 200
+"""Number of tokens of the text at the end of a run."""
+
 
 def text_note(data: Any) -> str:
     """Returns a line that says that no text can be shown at the end, and why; empty if it can, or if it is unknown."""
@@ -236,13 +239,12 @@ def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
     return shlex.join([*program(current_ranks()), "-m", *options, *kept, *sweep])
 
 
-def sample_text(
-    model: nn.Module, data: Any, device: torch.device, tokens: int = 200, ranks: Ranks = ALONE
-) -> str | None:
-    """Generates text from the data's prompt, on the main process; None on the others, and if the data is not text.
+def sample_text(model: nn.Module, data: Any, device: torch.device, ranks: Ranks = ALONE) -> str | None:
+    """Generates `SAMPLE_TOKENS` tokens of text from the data's prompt, on the main process.
 
-    All ranks must call it, because the model may be sharded. Leaves the model and the random generators unchanged. If
-    an error prevents it, returns a line that says so: the run is finished and saved.
+    Returns None on the others, and if the data is not text. All ranks must call it, because the model may be sharded.
+    Leaves the model and the random generators unchanged. If an error prevents it, returns a line that says so: the run
+    is finished and saved.
     """
     if not all(hasattr(data, name) for name in ("encode", "decode", "prompt")):
         return None
@@ -252,7 +254,7 @@ def sample_text(
     try:
         generator = torch.Generator(device).manual_seed(0)
         length = context_length(model, data)
-        ids = generate(model, torch.tensor([prompt], device=device), tokens, 0.8, 50, generator, length)
+        ids = generate(model, torch.tensor([prompt], device=device), SAMPLE_TOKENS, 0.8, 50, generator, length)
         return data.decode(ids[0].tolist()) if ranks.is_main else None
     except Exception as error:
         return no_sample(error)

@@ -300,7 +300,7 @@ class RunParts:
         source, state = self.source, self.trained.state
         device = next(state.model.parameters()).device
         # all ranks must call this, because the model that generates the sample may be sharded
-        sample = sample_text(state.model, source.data, device, ranks=self.process.ranks)
+        sample = sample_text(state.model, source.data, device, self.process.ranks)
         self.page.write(sample)
         return closing(
             state=state,

@@ -292,12 +292,12 @@ class Letters:
 def test_a_sample_continues_the_prompt_and_touches_neither_model_nor_randomness():
     model = nn.Sequential(nn.Embedding(5, 5), nn.Dropout(0.5)).train()
     drawn = torch.get_rng_state()
-    text = sample_text(model, Letters(), CPU, 20)
+    text = sample_text(model, Letters(), CPU)
     assert text is not None
     assert text.startswith("ab")
     assert len(text) == 22
     assert set(text) <= set("abcde")
-    assert sample_text(model, Letters(), CPU, 20) == text
+    assert sample_text(model, Letters(), CPU) == text
     assert model.training
     assert torch.equal(torch.get_rng_state(), drawn)
 
@@ -310,11 +310,11 @@ class Broken(Letters):
 
 
 def test_a_sample_whose_tokenizer_is_lost_is_no_error():
-    assert sample_text(nn.Linear(2, 2), Broken(), CPU, 5) == "(none: no tokenizer)"
+    assert sample_text(nn.Linear(2, 2), Broken(), CPU) == "(none: no tokenizer)"
 
 
 def test_a_sample_that_fails_is_no_error_and_data_that_is_no_text_has_none():
-    text = sample_text(nn.Linear(2, 2), Letters(), CPU, 5)
+    text = sample_text(nn.Linear(2, 2), Letters(), CPU)
     assert text is not None
     assert text.startswith("(none: ")
-    assert sample_text(nn.Linear(2, 2), object(), CPU, 5) is None
+    assert sample_text(nn.Linear(2, 2), object(), CPU) is None
