@@ -1,5 +1,6 @@
 """The options of a run: one typed field for each group and key of the configuration, made once."""
 
+import inspect
 from dataclasses import FrozenInstanceError, fields
 from typing import get_type_hints
 
@@ -12,6 +13,7 @@ from stabletrain.config.checks import check
 from stabletrain.config.make import Choice, missing_parts, plain
 from stabletrain.errors import ConfigError
 from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss
+from stabletrain.trainer import memory
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.options import ForwardOptions, Options, StepOptions, read
@@ -71,6 +73,7 @@ def test_printed_options_have_a_line_for_each_field():
 def test_a_run_makes_each_object_once(tmp_path, monkeypatch):
     made, whole = [], Choice.build
     monkeypatch.setattr(Choice, "build", lambda choice, **given: made.append(choice.group) or whole(choice, **given))
+    monkeypatch.setattr(memory, "on_meta", inspect.unwrap(memory.on_meta))  # without what the tests keep
     with composed(*TINY_GPT, "steps=2", "eval_every=2") as cfg:
         check(cfg)
         checked = made.copy()
