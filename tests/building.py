@@ -17,7 +17,7 @@ def remember(patch: pytest.MonkeyPatch, folder: Path | None = None) -> None:
     """Has this process keep the standard library's text, its hash, FLOPs and sizes of each model, and git's answer.
 
     A class that an option names is called with the option's values, as Hydra would after copying them three times. The
-    text that a run generates at its end is short: with 200 tokens it takes a seventh of a small run.
+    text that a run generates at its end is short: with 200 tokens it takes almost half of the time of a small run.
 
     Args:
         patch: takes it back.

@@ -131,7 +131,7 @@ def fulfils(item: pytest.Item, condition: Callable[..., bool]) -> bool:
 def _global_state():
     """Seeds torch's generators, so that no test depends on earlier ones; restores process-wide switches afterwards.
 
-    Attached guards are told of no backward call of later tests: dozens of them made some tests ten times slower.
+    Guards that a test has attached no longer see backward passes after it: dozens made later tests ten times slower.
     """
     torch.manual_seed(0)
     yield
