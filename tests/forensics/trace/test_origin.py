@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Call, Trace, source_kind
@@ -187,9 +188,38 @@ def write(scores, mask):
     return scores
 
 
+def put(scores, mask):
+    scores = scores.clone()
+    scores[mask] = torch.full((int(mask.sum()),), -math.inf)
+    return scores
+
+
+class Names(TorchDispatchMode):
+    """The names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+def name_of_a_write() -> str:
+    """What `write` runs last: `index_put_`, or `masked_fill_` from PyTorch 2.15 on."""
+    scores = torch.zeros(2)
+    with Names() as names:
+        write(scores, scores > 0)
+    return names.names[-1]
+
+
 @pytest.mark.parametrize(
     ("how", "op"),
-    [(fill, "masked_fill"), (fill_, "masked_fill_"), (choose, "where"), (add, "add"), (write, "index_put_")],
+    [
+        *[(fill, "masked_fill"), (fill_, "masked_fill_"), (choose, "where"), (add, "add")],
+        *[(write, name_of_a_write()), (put, "index_put_")],
+    ],
 )
 def test_of_several_masks_the_one_that_completes_a_row_is_named(how, op):
     causal = torch.ones(3, 3, dtype=torch.bool).triu(1)
