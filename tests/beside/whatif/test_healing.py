@@ -171,8 +171,8 @@ def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_arms")
 def test_a_run_heals_itself_twice(tmp_path):
-    # The second bad data come after the second round of the first what-if. The text is the same with every Python, unlike
-    # that of its library: with another one, gradients spike between.
+    # The second bad data come after the second round of the first what-if. The text is the same with every Python, and
+    # Python's library is not: with that of another version, gradients spike between.
     (tmp_path / "text.txt").write_text("".join(f"line {number} of some text\n" for number in range(4000)))
     text = ["data=text", f"data.path={tmp_path / 'text.txt'}"]
     twice = ["optimizer.lr=0.01", "steps=272", "faults=poison", "faults.length=4", "faults.at=[130,250]"]
