@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `--types`, has the tests check types and shapes, which takes a third longer; else code runs as for users."""
+    """With `--types`, has the tests check types and shapes, which takes little longer; else code runs as for users."""
     if config.getoption("--types"):
         typechecks.install("stabletrain")
     if config.getoption("--beside") and not HAS_BESIDE:

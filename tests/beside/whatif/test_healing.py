@@ -126,13 +126,19 @@ def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
     assert (final["guard/healings"], final["guard/whatif_steps"]) == (0, unhealed["steps"])
 
 
+def steady_text(place):
+    """A text on which gradients do not spike by themselves; Python's library is another one with each version."""
+    (place / "text.txt").write_text("".join(f"line {number} of some text\n" for number in range(4000)))
+    return ["data=text", f"data.path={place / 'text.txt'}"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_arms")
 def test_the_best_arm_is_tried_from_step_0(tmp_path):
     # Bad data from batch 130 on: without them the run from step 0 is the same up to there, bit for bit.
     late = ["optimizer.lr=0.01", "steps=180", "faults=poison", "faults.at=[130]", "faults.length=4", "forensics=off"]
     late += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=1400"]
-    found = stabletrain.train([*HALTS, *late, f"hydra.run.dir={tmp_path / 'run'}"])
+    found = stabletrain.train([*steady_text(tmp_path), *HALTS, *late, f"hydra.run.dir={tmp_path / 'run'}"])
     (heal,) = events(found.folder, "heal")
     assert heal["origin"] >= 50
     anew = heal["arms"][-1]
@@ -171,14 +177,11 @@ def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_arms")
 def test_a_run_heals_itself_twice(tmp_path):
-    # The second bad data come after the second round of the first what-if. The text is the same with every Python, and
-    # Python's library is not: with that of another version, gradients spike between.
-    (tmp_path / "text.txt").write_text("".join(f"line {number} of some text\n" for number in range(4000)))
-    text = ["data=text", f"data.path={tmp_path / 'text.txt'}"]
+    # The second bad data come after the second round of the first what-if.
     twice = ["optimizer.lr=0.01", "steps=272", "faults=poison", "faults.length=4", "faults.at=[130,250]"]
     twice += ["forensics=off"]
     twice += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=8000"]
-    found = stabletrain.train([*text, *HALTS, *twice, f"hydra.run.dir={tmp_path / 'run'}"])
+    found = stabletrain.train([*steady_text(tmp_path), *HALTS, *twice, f"hydra.run.dir={tmp_path / 'run'}"])
     assert found.status == "finished"
     first, second = events(found.folder, "heal")
     assert first["origin"] < 130 < second["origin"]
@@ -286,6 +289,18 @@ def test_what_was_decided_is_read_back_and_a_damaged_file_decides_nothing(tmp_pa
     assert healing.read_healing(tmp_path) == decided
     file.write_text(json.dumps({**asdict(decided), "steps": "99"}))
     assert healing.read_healing(tmp_path) is None
+
+
+def test_a_second_fix_keeps_what_the_first_has_set(tmp_path, monkeypatch):
+    state = SimpleNamespace(path=tmp_path, step=9, load=lambda: {"skipped": [(3, 5)]})
+    for name, value in {"write_json": None, "write_whatif_page": tmp_path, "find": state}.items():
+        monkeypatch.setattr(healing, name, lambda _, value=value: value)
+    outcome = SimpleNamespace(arm=Arm("agc", ("clipping=agc",)))
+    ranking = SimpleNamespace(winner="agc", verdict="best", places=[SimpleNamespace(outcome=outcome)])
+    result = SimpleNamespace(ranking=ranking, starts={"agc": "start"})
+    won = healing.winner_of(result, Healing(base=["optimizer.lr=0.1"]))
+    assert (won.settings, won.base) == (["optimizer.lr=0.1", "clipping=agc"], ["optimizer.lr=0.1"])
+    assert (won.arm, won.to, won.skipped) == ("agc", 9, [[3, 5]])
 
 
 def test_no_arm_is_tried_twice_from_one_state_with_the_same_settings(tmp_path, monkeypatch):
