@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from stabletrain.beside.whatif.budget import FROM_0, BudgetedWhatIf
 from stabletrain.beside.whatif.edits import MissingState
 from stabletrain.beside.whatif.halts import Halt, HaltHistory, Healing, read_halt_history
 from stabletrain.beside.whatif.plan import Plan
+from stabletrain.beside.whatif.report import WhatIfResult
 from stabletrain.beside.whatif.start import Origin
 from stabletrain.beside.whatif.trouble import Trouble
 from stabletrain.checkpoint.reader import Checkpoint
@@ -297,7 +299,7 @@ def test_a_second_fix_keeps_what_the_first_has_set(tmp_path, monkeypatch):
         monkeypatch.setattr(healing, name, lambda _, value=value: value)
     outcome = SimpleNamespace(arm=Arm("agc", ("clipping=agc",)))
     ranking = SimpleNamespace(winner="agc", verdict="best", places=[SimpleNamespace(outcome=outcome)])
-    result = SimpleNamespace(ranking=ranking, starts={"agc": "start"})
+    result = Mock(spec=WhatIfResult, ranking=ranking, starts={"agc": tmp_path})
     won = healing.winner_of(result, Healing(base=["optimizer.lr=0.1"]))
     assert (won.settings, won.base) == (["optimizer.lr=0.1", "clipping=agc"], ["optimizer.lr=0.1"])
     assert (won.arm, won.to, won.skipped) == ("agc", 9, [[3, 5]])
