@@ -1,5 +1,6 @@
 """Setup shared by all tests: tiers, what needs stabletrain/beside, one thread per worker, the seed, global switches."""
 
+import atexit
 import gc
 import inspect
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stabletrain.importing import unfreeze_for_nanobind
 from tests import building, composing, typechecks
 
 torch.set_num_threads(1)
@@ -81,6 +83,7 @@ def pytest_collection_finish() -> None:
     """Leaves what was imported and collected out of every later garbage collection, which took one second of ten."""
     gc.collect()
     gc.freeze()
+    atexit.register(unfreeze_for_nanobind)
 
 
 def is_slow(item: pytest.Item) -> bool:

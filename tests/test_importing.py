@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.laws.test_imports import PACKAGE, imports
 
 
@@ -46,6 +48,20 @@ with uncollected(for_good=False):
 print(gc.isenabled())
 """
     assert run(code) == ["False", "True", "True", "True", "False"]
+
+
+@pytest.mark.parametrize("library", ["nanobind", "pybind11_builtins"])
+def test_what_nanobind_made_is_collected_at_the_end_for_it_would_write_of_leaks(library):
+    code = f"""
+import atexit, gc, sys
+from types import SimpleNamespace
+atexit.register(lambda: print(gc.get_freeze_count() > 0))  # what is registered first is called last
+from stabletrain.importing import uncollected
+with uncollected(for_good=True):
+    metaclass = type("metaclass", (type,), {{"__module__": {library!r}}})
+    sys.modules["triton._C.libtriton"] = SimpleNamespace(ir=SimpleNamespace(attribute=metaclass("attribute", (), {{}})))
+"""
+    assert run(code) == [str(library != "nanobind")]
 
 
 def test_a_run_in_one_process_on_text_imports_neither_torchvision_nor_distributed_checkpoints():
