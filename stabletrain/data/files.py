@@ -42,7 +42,7 @@ def existing(path: str, name: str) -> Path:
     missing = found.name
     while not folder.is_dir() and folder != folder.parent:
         folder, missing = folder.parent, folder.name
-    near = closest(missing, sorted(os.listdir(folder)) if folder.is_dir() else [], cutoff=0.5)
+    near = closest(missing, sorted(os.listdir(folder)) if folder.is_dir() else [])
     hint = f"did you mean {folder / near}?" if near else f"the nearest folder that exists is {folder.absolute()}"
     raise ConfigError(f"{name}={path} does not exist: {hint}")
 
