@@ -379,6 +379,58 @@ def test_what_is_not_proven_is_named(kind, settings, expected):
     assert expected in found[0], found
 
 
+BOUNDS = [
+    (AdamW, "lr", 1e3, 1.001e3, {"weight_decay": 0.0}),
+    (AdamW, "eps", 1e-15, 0.999e-15, {}),
+    (AdamW, "eps", 1e10, 1.001e10, {}),
+    (AdamW, "weight_decay", 1e30, 1.001e30, {"lr": 0.0}),
+    (AdamW, "weight_decay", 1.0, 1.001, {"lr": 1.0}),
+    (AdamW, "betas", (0.9999, 0.999999), (0.99991, 0.999999), {}),
+    (AdamW, "betas", (0.9, 0.999999), (0.9, 0.9999991), {}),
+    (Adam, "weight_decay", 1.0, 1.001, {}),
+    (Adam, "lr", 1.0, 1.001, {"weight_decay": 0.1}),
+    (Adam, "lr", 1e-30, 0.999e-30, {"capturable": True}),
+    (SpikeAwareAdamW, "theta", 1.0, 0.999, {}),
+    (SpikeAwareAdamW, "reset_interval", 1, 0, {}),
+    (SpikeAwareAdamW, "warmup_steps", 0, -1, {}),
+    (SGD, "dampening", 1.0, 1.001, {"momentum": 0.5}),
+    (SGD, "dampening", 0.0, -0.001, {"momentum": 0.5}),
+    (SGD, "momentum", 0.9999, 0.99991, {"lr": 1e-6}),
+    (SGD, "lr", 1e4, 1.001e4, {}),
+    (SGD, "weight_decay", 1.0, 1.001, {"lr": 0.1}),
+    (SGD, "weight_decay", 0.5, 0.501, {"lr": 0.5}),
+]
+"""Settings at a bound of the proof and beyond it, with other settings that allow them."""
+
+
+@pytest.mark.parametrize(("kind", "name", "bound", "beyond", "others"), BOUNDS)
+def test_a_setting_is_proven_up_to_its_bound(kind, name, bound, beyond, others):
+    weights = [nn.Parameter(torch.ones(2, device="meta"))]
+    optimizer = spam_with(theta=50.0)(None)(weights) if kind is SpikeAwareAdamW else kind(weights, lr=1e-3)
+    (group,) = optimizer.param_groups
+    group.update({name: bound, **others})
+    assert why_unproven(optimizer) == ""
+    group[name] = beyond
+    assert str(beyond) in why_unproven(optimizer) or "lr *" in why_unproven(optimizer)
+
+
+@pytest.mark.parametrize("beta1", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2.0**-21), (torch.bfloat16, 2.0**-8)])
+def test_the_first_moment_is_bounded_by_the_root_of_the_second_up_to_one_to_a_million(beta1, dtype, rounding):
+    up, down = (1 + rounding) ** 2, (1 - rounding) ** 2
+
+    def betas_at(ratio):  # beta2 at which the bound of m^2 / v is `ratio`, by bisection: it falls with beta2
+        low, high = beta1 * beta1 * up / down, 0.99999
+        for _ in range(100):
+            beta2 = (low + high) / 2
+            found = (1 - beta1) ** 2 * up * beta2 / ((1 - beta2) * (1 - rounding) * (beta2 * down - beta1**2 * up))
+            low, high = (beta2, high) if found > ratio else (low, beta2)
+        return beta1, high
+
+    assert why(betas=betas_at(0.99e6), dtype=dtype) == ""
+    assert "nothing bounds the first moment" in why(betas=betas_at(1.01e6), dtype=dtype)
+
+
 def why_of_changed(kind, settings, group):
     """Changes settings of a group after the optimizer is made, as a schedule does."""
     dtype = settings.pop("dtype", torch.float32)
