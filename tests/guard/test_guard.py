@@ -660,11 +660,12 @@ def test_gradients_of_another_model_are_those_of_the_loop(tmp_path):
     assert found[0] == found[1]
 
 
-def test_rollbacks_in_a_row_pass_over_what_was_passed_over_before(tmp_path):
+@pytest.mark.parametrize("first", [500, 501])
+def test_rollbacks_in_a_row_pass_over_what_was_passed_over_before(tmp_path, first):
     policy = RollbackGuard(patience=2, snapshot_every=100, skip_batches=5)
     loader = Counted(batches(10))
     loop = Loop(tmp_path, policy=policy, loader=loader, max_incidents=0)
-    loop.guard.load_state_dict({**loop.guard.state_dict(), "step": 500})
+    loop.guard.load_state_dict({**loop.guard.state_dict(), "step": first})
     furthest, passed = 0, []
     for _ in range(2):
         for _ in range(2):

@@ -12,6 +12,7 @@ from torch import nn
 from stabletrain.errors import ConfigError
 from stabletrain.guard import SkipGuard
 from stabletrain.guard.guard import Guard
+from stabletrain.guard.samples import weighted
 from tests.guard.given import Loop, batches, bits, network, same
 
 BAD = 5
@@ -48,6 +49,7 @@ def test_the_step_is_that_of_a_plain_loop_that_never_had_the_guilty_samples(tmp_
     guard = loop.guard
     assert (guard.kept_steps, guard.samples_left_out, guard.skipped) == (1, len(rows), 0)
     assert losses[BAD] < 10, "the loss that is returned is that of the step that was applied"
+    assert guard.alarms == [], "less than a hundredth of the window's samples"
     assert len(guard.incidents) == 1
     page = (guard.incidents[0].path / "report.md").read_text()
     assert f"The rest of the step was applied, without {len(rows)} of its samples" in page
@@ -169,6 +171,11 @@ def test_with_micro_batches_every_sample_left_counts_equally(tmp_path, rows):
     assert (guard.kept_steps, guard.samples_left_out) == (1, len(rows))
     for mine, wanted in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_with_other_weights_a_closure_returns_what_it_returns_beside_the_loss():
+    assert weighted(lambda: torch.tensor(3.0), 0.5)() == 1.5
+    assert weighted(lambda: (torch.tensor(3.0), "logits"), 0.5)() == (1.5, "logits")
 
 
 def test_a_micro_batch_whose_samples_are_not_known_is_left_out_as_a_whole(tmp_path):

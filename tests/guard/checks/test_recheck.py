@@ -346,6 +346,14 @@ def test_memory_that_does_not_suffice_ends_all_repetitions_of_this_process_once(
     assert other.due(4), "another process may have more"
 
 
+def test_why_ranks_cannot_be_compared_is_told_once():
+    recheck = Recheck(every=1, across=True)
+    assert recheck.news() == ""
+    recheck._keep("they draw other numbers")
+    recheck._keep("they draw other numbers")
+    assert [recheck.news(), recheck.news()] == ["they draw other numbers", ""]
+
+
 def test_a_rehearsal_is_repeated_once_and_not_due():
     recheck = Recheck(5)
     recheck.rehearse(1)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from stabletrain.errors import ConfigError
-from stabletrain.guard.policy import RollbackGuard
+from stabletrain.guard.policy import RollbackGuard, SkipGuard
+from stabletrain.guard.policy.rollback import CUMULATIVE
 from stabletrain.records import Verdict
 from tests.guard.policy.given import feed, reading
 
@@ -189,6 +190,17 @@ def test_progress_restores_the_budget_of_states_that_are_put_back():
     for step in range(32, 80):
         guard.judge(reading(step=step))
     assert guard.on_machine_fault(80, "changed", damaged=True) is Verdict.RESTORE
+
+
+def test_after_the_checkpoint_of_another_guard_counts_and_budgets_are_those_of_a_new_one():
+    guard = calm(started(), 30)
+    feed(guard, [50.0] * 3)
+    gone_back(guard, 33)
+    fresh = RollbackGuard(**QUICK)
+    guard.load_state_dict(SkipGuard().state_dict())
+    assert {key: guard.state_dict()[key] for key in CUMULATIVE.values()} == {
+        key: fresh.state_dict()[key] for key in CUMULATIVE.values()
+    }
 
 
 def test_counts_and_budgets_go_through_a_checkpoint():

@@ -1,6 +1,7 @@
 """Slow spikes: each kind is seen once, with the step and the likely cause; clean series raise nothing."""
 
 import json
+import math
 import random
 
 import pytest
@@ -79,9 +80,40 @@ def test_gradients_that_grow_while_the_loss_falls_are_no_change():
     assert alarms(fast, steps=230) == []
 
 
+def calm(step):
+    """The reading of a step of a run without noise: its loss falls by 3."""
+    lr, update = 1e-3, 0.08
+    given = reading(5 - 3 * min(step / 100, 1), 1.0, step=step)
+    return given._replace(lr=lr, update=update, weights=20 + 0.25 * update * step)
+
+
+def shifted(given, kind, shift):
+    """A reading with one series shifted: the loss in nats, the others in their logarithm or in lengths of updates."""
+    return {
+        "slow_loss": lambda: given._replace(loss=given.loss + shift),
+        "slow_gradient": lambda: given._replace(grad_norm=given.grad_norm * math.exp(shift)),
+        "update_length": lambda: given._replace(update=given.update * math.exp(shift)),
+        "weight_growth": lambda: given._replace(weights=given.weights + shift * given.update * (given.step - 200)),
+    }[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"), [("slow_loss", 0.06), ("slow_gradient", 0.25), ("update_length", 0.4), ("weight_growth", 0.15)]
+)
+def test_where_nothing_varied_a_change_counts_from_the_least_deviation_on(kind, least):
+    found = []
+    for times in (0.4, 4):
+        slow = SlowSpikes(0.1)
+        readings = [calm(step) if step <= 200 else shifted(calm(step), kind, times * least) for step in range(1, 300)]
+        found.append([alarm.kind for given in readings for alarm in slow.add(given)][:1])
+    assert found == [[], [kind]]
+
+
 def test_lengths_begin_a_new_series_when_the_learning_rate_jumps():
     at_decay = lambda given: {"lr": given.lr / 10}  # noqa: E731  of rounding to bf16, the update keeps its length
     assert alarms(at_decay) == []
+    by_half = lambda given: {"lr": 1.5 * given.lr, "update": 20 * given.update, "weights": 0.0}  # noqa: E731
+    assert alarms(by_half) == [], "this counts as a jump"
 
 
 def test_steps_that_are_not_measured_still_show_their_loss():
