@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from stabletrain.errors import ConfigError
-from stabletrain.guard.attach import MAX_CALLS
+from stabletrain.guard.attach import MAX_CALLS, notice_steps, replace_method
 from stabletrain.guard.guard import Guard
 from tests.guard.given import batches, bits, network, same
 
@@ -253,6 +253,38 @@ def test_two_forward_calls_before_the_backward_pass_are_one_step(tmp_path):
         optimizer.step()
         assert same(before, bits(model)) is (number == 2)
     assert guard.skipped == 1
+
+
+def test_forward_calls_that_train_nothing_are_no_part_of_the_step(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard.attach(model, optimizer, folder=tmp_path)
+    for number, (x, y) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+        model.eval()(x)
+        model.train()
+        before = bits(model)
+        x[5, 0] = math.nan if number == 2 else 1.0
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert same(before, bits(model)) is (number == 2), "with the statistics of the call without gradients"
+    assert guard.skipped == 1
+    assert "sample 5 " in guard.incidents[0].verdict
+
+
+def test_a_step_that_is_replaced_as_it_begins_runs_once_as_the_new_one():
+    optimizer, ran = torch.optim.SGD(network().parameters(), lr=0.1), []
+
+    def replaced():
+        if not ran:
+            replace_method(optimizer, "step", lambda inner: lambda *_: ran.append("new") or inner())
+        return not ran
+
+    notice_steps(optimizer, replaced)
+    optimizer.step()
+    assert ran == ["new"]
 
 
 def test_a_loop_that_calls_parts_of_the_model_gets_its_buffers_back_and_no_false_cause(tmp_path):

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from types import FunctionType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch
 from stabletrain.forensics.diagnosis.evidence import Evidence
 from stabletrain.guard.in_code import unknown_beyond_forward
 from stabletrain.guard.loss_graph import total
-from stabletrain.guard.micro_batch import argument_count, takes, takes_nothing
-from stabletrain.guard.samples import has_rows
+from stabletrain.guard.micro_batch import MicroBatch, argument_count, takes, takes_nothing
+from stabletrain.guard.rerun import Rerun
+from stabletrain.guard.samples import BatchTrials, has_rows
 from stabletrain.guard.saved_step import why_not_importable
 from tests.guard.policy.given import reading
 
@@ -52,6 +54,15 @@ def test_only_a_function_at_the_top_of_a_module_can_be_imported():
     script = FunctionType(loss.__code__, {"__name__": "__main__"}, "loss")
     assert "in the script itself (__main__)" in why_not_importable(script)
     assert "is not the closure" in why_not_importable(FunctionType(inner.__code__, globals(), "loss"))
+
+
+@pytest.mark.parametrize(("mine", "usual"), [([(2, 4)], [(3, 4)]), ([(3, 4)], [(2, 4)]), ([(2, 4)], [(2, 4)] * 2)])
+def test_batches_of_another_form_are_no_other_batches_of_a_step(mine, usual):
+    step, other = ([MicroBatch(torch.sum, torch.ones(shape)) for shape in each] for each in (mine, usual))
+    rerun = Mock(spec=Rerun, begun=Mock(micro_batches=step))
+    assert BatchTrials(rerun, other, math.inf).other() is None
+    alike = [MicroBatch(torch.sum, torch.zeros(shape)) for shape in mine]
+    assert [each.batch for each in BatchTrials(rerun, alike, math.inf).other()] == [each.batch for each in alike]
 
 
 def test_a_tensor_of_another_length_holds_no_samples():

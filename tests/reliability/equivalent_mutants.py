@@ -123,4 +123,24 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "@dataclass(frozen=True)",
         "@dataclass(frozen=False)",
     ): NEVER_SET,
+    (
+        "stabletrain/guard/samples.py",
+        'label = name.rpartition(".")[2].lower() in LABEL_NAMES or (len(tensors) > 1 and name == tensors[-1][0])',
+        'label = name.rpartition(".")[2].lower() in LABEL_NAMES or (len(tensors) != 1 and name == tensors[-1][0])',
+    ): "`name` is of one of the tensors",
+    (
+        "stabletrain/guard/policy/kept.py",
+        "_alarmed: bool = field(init=False, repr=False, default=False)",
+        "_alarmed: bool = field(init=False, repr=True, default=False)",
+    ): "nothing shows a guard's fields as text",
+    (
+        "stabletrain/guard/loop_states.py",
+        "self._passed, self._first = 0, -1",
+        "self._passed, self._first = 0, ~1",
+    ): "no step has a negative number",
+    (
+        "stabletrain/guard/generators.py",
+        "if source is not self._source:",
+        "if source != self._source:",
+    ): "NumPy's bit generators are equal only to themselves",
 }
