@@ -75,7 +75,7 @@ def test_sharded_weights_train_as_whole_ones(ranks, name):
 def test_one_rank_alone_computes_with_whole_weights_what_fsdp_computes(ranks, formats):
     for seen in (rank[f"whole {formats}"] for rank in ranks):
         assert seen["alone"] == seen["together"]
-        assert seen["gradients"] == [True] * 4
+        assert seen["gradients"] == [True] * 5
         assert seen["restored"]
         assert seen["why_not"] == NOT_TRIED, "FSDP2 had a hook that is not known"
     assert ranks[0]["whole fp32"]["alone"] != ranks[0]["whole bf16"]["alone"]

@@ -31,14 +31,15 @@ BAD = 5
 
 
 class Net(nn.Module):
-    """Two blocks; the second divides by a number that a sample may make 0."""
+    """Two blocks, and a weight outside of them; the result is divided by a number that a sample may make 0."""
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 3)])
+        self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x):
-        return self.blocks[1](torch.relu(self.blocks[0](x))) / (x[:, :1] != 9)
+        return self.blocks[1](torch.relu(self.blocks[0](x * self.scale))) / (x[:, :1] != 9)
 
 
 def sharded(model, **options):
@@ -131,15 +132,14 @@ def whole_weights(policy):
     torch.manual_seed(0)
     model = Net()
     sharded(model, mp_policy=policy)
+    parameters = [*model.parameters()]  # of an optimizer, as it is made
     x, rank, seen = batches(1, seed=3)[0][0], dist.get_rank(), {}
     with torch.no_grad():
-        seen["together"] = model(x).tolist()
+        seen["together"] = model(x).tolist()  # it leaves the weight of the outermost module whole
     whole = WholeWeights(model)
     whole.gather()
-    for module in (model, *model.blocks):
-        module.reshard()
     before = objects(model)
-    rerun = Rerun(model, model, [*model.parameters()], None, None, 1.0)
+    rerun = Rerun(model, model, parameters, None, None, 1.0)
     for turn in range(2):
         if rank == turn:  # the other rank is not there
             with whole.in_place(rerun) as alone:
