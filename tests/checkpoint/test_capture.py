@@ -130,6 +130,20 @@ def test_a_snapshot_can_be_restored_twice():
         guard.window.fill_(7.0)
 
 
+def test_state_that_was_not_there_shares_no_memory_with_the_snapshot():
+    state = begin()
+    train(state, 1)
+    held = state.optimizer.state[next(state.model.parameters())]
+    held["trace"] = torch.ones(1)  # of another shape than the parameter
+    snapshot = to_host(capture(state, {}))
+    for _ in range(2):
+        del held["trace"]
+        restore(snapshot, state, {})
+        held = state.optimizer.state[next(state.model.parameters())]
+        assert held["trace"].item() == 1.0
+        held["trace"].fill_(7.0)
+
+
 def test_restoring_writes_into_the_memory_that_is_there():
     state = begin()
     train(state, 2)
@@ -320,6 +334,11 @@ def test_an_optimizer_that_does_not_fit_is_named():
     first, second = moved.optimizer.param_groups
     second["params"].append(first["params"].pop(0))
     with pytest.raises(ConfigError, match=r"'embed.weight' is in parameter group 0 of only one"):
+        restore(saved, moved, {})
+    moved = begin()
+    first, second = moved.optimizer.param_groups
+    first["params"].append(second["params"].pop())
+    with pytest.raises(ConfigError, match=r"' is in parameter group 0 of only one"):
         restore(saved, moved, {})
 
 

@@ -73,6 +73,10 @@ def test_a_target_of_another_dtype_or_shape_gets_the_whole_tensor_as_stored(tmp_
     found = dcp.read(files, SHAPES, {"bits": torch.zeros(4, dtype=torch.float64), "rows": torch.zeros(2, 3)})
     assert same(found["bits"], WHOLE["bits"])
     assert same(found["rows"], WHOLE["rows"])
+    with as_rank(0, 2) as shard:
+        for shape in [(2, 3), (6, 3)]:
+            found = dcp.read(files, SHAPES, {"rows": shard(torch.zeros(shape))})
+            assert same(found["rows"], WHOLE["rows"])
 
 
 def test_pieces_of_a_snapshot_are_written_like_the_live_shards_and_dcp_clones_none_of_the_copies(tmp_path):

@@ -19,7 +19,7 @@ from stabletrain.checkpoint.folder import find, run_of
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import read_jsonl
-from tests.checkpoint.given import FILES, Run, flip, forge, rewrite_manifest
+from tests.checkpoint.given import FILES, Run, flip, forge, rewrite_manifest, tree
 from tests.runs import TINY_GPT, command
 
 CHECKSUM = "does not match its checksum"
@@ -48,7 +48,7 @@ DAMAGE |= {
     "manifest-no-object": (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json has unexpected content"),
     "manifest-deep": (lambda c: (c / "manifest.json").write_text("[" * 100_000), "has unexpected content"),
     "manifest-endless": (
-        lambda c: os.truncate(c / "manifest.json", reader.LARGEST_MANIFEST + 1),
+        lambda c: os.truncate(c / "manifest.json", 16 * 2**20 + 1),
         "too many for a manifest",
     ),
     "empty-folder": (lambda c: (shutil.rmtree(c), c.mkdir()), "manifest.json is missing"),
@@ -165,6 +165,17 @@ def test_every_byte_of_a_manifest_counts(run):
                 reader.peek(run.path(20))
             manifest.write_bytes(content)
     assert reader.verify(run.path(20)).val_loss == 1e-05
+
+
+@pytest.mark.parametrize(
+    ("average", "why"),
+    [({}, "was trained with averaging=none"), ({"average": {"count": 0, "tensors": {}}}, "from before the first")],
+)
+def test_why_a_checkpoint_has_no_averages_is_said(tmp_path, average, why):
+    run = Run(tmp_path)
+    run.save(10, tree=tree(10) | average)
+    with pytest.raises(reader.UnusableCheckpoint, match=f"no averaged weights: it .*{why}"):
+        run.newest().load_average()
 
 
 def test_a_manifest_is_rendered_once_for_the_same_bytes(run, monkeypatch):

@@ -94,6 +94,18 @@ def test_if_a_rank_cannot_write_the_checkpoint_fails_and_the_error_names_the_ran
     assert names(folder) == []
 
 
+def test_if_rank_0_cannot_write_the_error_is_its_own(folder, monkeypatch):
+    first, _ = shards(folder)
+
+    def failing(path, content):
+        raise OSError(errno.ENOSPC, "the disk of rank 0")
+
+    monkeypatch.setattr(writer, "write_file", failing)
+    with pytest.raises(OSError, match="the disk of rank 0"):
+        first.publish(folder, ABOUT)
+    assert names(folder) == []
+
+
 @pytest.mark.parametrize("bound", ["PATIENCE", "GRACE", "patience"])
 def test_waiting_for_a_missing_shard_is_bounded(folder, monkeypatch, bound):
     """Rank 0 waits for `PATIENCE` or less while the run continues, and for `GRACE` if it is ending with an error."""

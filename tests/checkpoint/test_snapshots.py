@@ -91,6 +91,19 @@ def test_the_bytes_of_a_snapshot_are_known_before_the_first_update_but_for_the_s
     assert state_bytes(state) == block == estimated + counters * host_copies.ALIGNED
 
 
+def test_an_optimizer_that_says_nothing_of_its_moments_is_taken_to_keep_one():
+    model = net()
+    without, unknown = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adadelta(model.parameters())
+    moments = state_bytes(TrainState(model, unknown)) - state_bytes(TrainState(model, without))
+    assert moments == sum(host_copies.room(parameter) for parameter in model.parameters())
+
+
+def test_a_snapshot_is_reached_from_its_step_on():
+    state, snapshots = stepped(net()), Snapshots()
+    snapshots.take(3, capture(state, {}), state)
+    assert [snapshots.reaches(step) for step in (2, 3, 4)] == [False, True, True]
+
+
 @pytest.fixture
 def blocks(monkeypatch):
     """Whether each block that was made is page-locked."""

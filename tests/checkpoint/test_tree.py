@@ -3,12 +3,14 @@
 import json
 import math
 import struct
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
-from stabletrain.checkpoint.tree import Piece, flatten, to_host, unflatten, unsharded
+from stabletrain.checkpoint.tree import Piece, flatten, is_of_first_copy, to_host, unflatten, unsharded
 from stabletrain.checkpoint.writer import DTYPES, pieces
 
 
@@ -28,6 +30,14 @@ def test_the_pieces_of_one_rank_are_tensors_again_wherever_they_are():
     found = unsharded({"a": [piece, 1], "b": (piece, {"c": piece}), "d": local})
     assert all(each is local for each in (found["a"][0], found["b"][0], found["b"][1]["c"], found["d"]))
     assert (found["a"][1], type(found["b"])) == (1, tuple)
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_of_several_copies_of_a_shard_one_is_the_first(copy, shard):
+    mesh = Mock(get_local_rank=[copy, shard].__getitem__)
+    piece = Piece(torch.ones(2), mesh, (Replicate(), Shard(0)), torch.Size([4]), (1,))
+    assert is_of_first_copy(piece) == (copy == 0)
 
 
 @pytest.mark.parametrize(

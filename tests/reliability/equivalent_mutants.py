@@ -143,4 +143,29 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if source is not self._source:",
         "if source != self._source:",
     ): "NumPy's bit generators are equal only to themselves",
+    (
+        "stabletrain/checkpoint/snapshots.py",
+        "for copy, tensor in zip(copies, live, strict=True):",
+        "for copy, tensor in zip(copies, live, strict=False):",
+    ): "there is one copy for each tensor",
+    (
+        "stabletrain/checkpoint/snapshots.py",
+        "self._device = device = live[0].device",
+        "self._device = device = live[ -1].device",
+    ): "a model's tensors on a card are on one card",
+    (
+        "stabletrain/checkpoint/reader.py",
+        'named = manifest["files"].keys() - {SKELETON}',
+        'named = manifest["files"].keys() ^ {SKELETON}',
+    ): "a manifest without the skeleton is refused in either case, with the same message",
+    (
+        "stabletrain/checkpoint/folder.py",
+        "return {checkpoint.path for checkpoint in after} - {checkpoint.path for checkpoint in spared}",
+        "return {checkpoint.path for checkpoint in after} ^ {checkpoint.path for checkpoint in spared}",
+    ): "what is spared is one of those after",
+    (
+        "stabletrain/checkpoint/dcp.py",
+        "writer.fs, writer.sync_files, writer.per_thread_copy_ahead = files, False, 0  # `write_file` synchronises",
+        "writer.fs, writer.sync_files, writer.per_thread_copy_ahead = files, False, 1  # `write_file` synchronises",
+    ): "the number of bytes that are copied ahead: no tensor has fewer",
 }
