@@ -13,7 +13,7 @@ from stabletrain.guard.in_code import unknown_beyond_forward
 from stabletrain.guard.loss_graph import total
 from stabletrain.guard.micro_batch import MicroBatch, argument_count, takes, takes_nothing
 from stabletrain.guard.rerun import Rerun
-from stabletrain.guard.samples import BatchTrials, has_rows
+from stabletrain.guard.samples import BatchTrials, has_rows, sizes_by_name
 from stabletrain.guard.saved_step import why_not_importable
 from tests.guard.policy.given import reading
 
@@ -65,12 +65,24 @@ def test_batches_of_another_form_are_no_other_batches_of_a_step(mine, usual):
     assert [each.batch for each in BatchTrials(rerun, alike, math.inf).other()] == [each.batch for each in alike]
 
 
+def test_sizes_are_compared_of_the_inputs_that_every_micro_batch_has():
+    both, one = {"x": torch.tensor([[1.0], [-3.0]]), "y": torch.ones(2, 1)}, {"x": torch.tensor([[2.0]])}
+    for batches in ([both, one], [one, both]):
+        found = sizes_by_name([MicroBatch(torch.sum, batch) for batch in batches])
+        assert found.get("y", []) in ([], [1.0, 1.0])
+        assert sorted(found["x"]) == [1.0, 2.0, 3.0]
+    assert sizes_by_name([MicroBatch(torch.sum, batch) for batch in (one, both)]).keys() == {"x"}
+    labels = {"x": one["x"], "labels": torch.tensor([1])}
+    assert sizes_by_name([MicroBatch(torch.sum, labels)]).keys() == {"x"}, "whole numbers have no size"
+
+
 def test_a_tensor_of_another_length_holds_no_samples():
     assert [has_rows(torch.zeros(rows, 2), 4) for rows in (3, 4, 5)] == [False, True, False]
     assert not has_rows(torch.tensor(4.0), 4)
 
 
 def test_the_values_of_an_output_are_summed_in_fp32_or_wider():
+    assert total([torch.tensor([1.0, 1e-12], dtype=torch.float64)]).item() == 1.0 + 1e-12
     many = torch.full((4096,), 0.1, dtype=torch.bfloat16)
     assert float(total([many, many.double()])) == pytest.approx(float(many.double().sum()) * 2, rel=1e-6)
 

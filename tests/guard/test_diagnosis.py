@@ -404,6 +404,7 @@ def test_an_error_that_a_nan_has_caused_is_explained_and_raised(tmp_path, caplog
     assert same(before, bits(model))
     assert "before this RuntimeError, aten.exp in objective gave NaN or Inf" in caplog.text
     assert f"at: {line}" in caplog.text
+    assert "called from" not in caplog.text, "the loop itself called it"
     with pytest.raises(ValueError, match="another"):
         guard.step(lambda: (_ for _ in ()).throw(ValueError("another")))
     assert "ValueError" not in caplog.text, "nothing was wrong with the values"

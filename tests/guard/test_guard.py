@@ -227,6 +227,20 @@ def test_a_scheduler_is_stepped_only_where_the_update_was_applied(tmp_path):
     assert loop.guard.last.lr == 1e-2 * 0.5**2
 
 
+def test_all_that_a_closure_returns_comes_back_without_a_graph(tmp_path):
+    loop = Loop(tmp_path)
+
+    def loss(x, y):
+        logits = loop.model(x)
+        return F.cross_entropy(logits, y), logits, {"correct": (logits.argmax(1) == y).sum()}
+
+    found, logits, counts = loop.guard.step(loss, batch=batches(1)[0])
+    assert found == loop.guard.last.loss
+    assert logits.shape == (8, 3)
+    assert not logits.requires_grad
+    assert counts.keys() == {"correct"}
+
+
 # ---- rolling back, halting
 
 

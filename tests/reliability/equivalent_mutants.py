@@ -168,4 +168,49 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "writer.fs, writer.sync_files, writer.per_thread_copy_ahead = files, False, 0  # `write_file` synchronises",
         "writer.fs, writer.sync_files, writer.per_thread_copy_ahead = files, False, 1  # `write_file` synchronises",
     ): "the number of bytes that are copied ahead: no tensor has fewer",
+    (
+        "stabletrain/guard/checks/written.py",
+        "largest = 0.0",
+        "largest = 1.0",
+    ): "the largest weight is compared only with 1e17",
+    (
+        "stabletrain/guard/checks/recheck.py",
+        "turn = (state.step + 1) // self.every if self.due(state.step) else None",
+        "turn = (state.step + 2) // self.every if self.due(state.step) else None",
+    ): "every tensor has its turn, in the same order",
+    (
+        "stabletrain/guard/engine.py",
+        'incident = explain(step, "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind)',
+        'incident = explain(step, "nonfinite" if guard.kind <= "bad_data" and not finite else guard.kind)',
+    ): "no kind of a held step comes before it in the alphabet",
+    (
+        "stabletrain/guard/policy/rollback.py",
+        "if verdict is not Verdict.SKIP or self.trouble < PATIENCE_AT_END:",
+        "if verdict != Verdict.SKIP or self.trouble < PATIENCE_AT_END:",
+    ): "there is one object for each verdict",
+    (
+        "stabletrain/guard/policy/slow.py",
+        'if kind == "update_length" or (self._suspected("update_length") and self._tests["update_length"].shift > 0):',
+        'if kind > "update_length" or (self._suspected("update_length") and self._tests["update_length"].shift > 0):',
+    ): "if this kind has just passed, it is suspected, and its shift is above 0, because its test finds rises only",
+    (
+        "stabletrain/guard/policy/slow.py",
+        "return any(test.statistic > 0.5 for test in self._tests.values())",
+        "return any(test.statistic >= 0.5 for test in self._tests.values())",
+    ): "a sum of measured values is not exactly half of a threshold",
+    (
+        "stabletrain/guard/own_loop.py",
+        "if after is not None and self._model is not None and loaded is self._model():",
+        "if after is not None and self._model is not None and loaded == self._model():",
+    ): "modules are equal only to themselves",
+    (
+        "stabletrain/guard/policy/slow.py",
+        "if reading.update > 0 and reading.lr > 0:",
+        "if reading.update > 0 and reading.lr != 0:",
+    ): "a learning rate is not negative",
+    (
+        "stabletrain/guard/judge.py",
+        "self.unproven = False",
+        "self.unproven = True",
+    ): "before the first step it costs one copy that nothing reads",
 }

@@ -104,3 +104,17 @@ def test_guards_choose_the_check():
     assert RollbackGuard(checksum_every=7).state_check.every == 7
     with pytest.raises(ConfigError, match="guard.checksum_every=-1 is below 0"):
         SkipGuard(checksum_every=-1)
+
+
+def test_the_checksums_of_an_older_state_are_its_own():
+    check, state = StateCheck(1), trained()
+    older = check.reference(state)
+    with torch.no_grad():
+        state.model[0].weight.add_(1.0)
+    state.step = state.executed_steps = 2
+    check.after_update(state, buffers_of(state.model).save())
+    with torch.no_grad():
+        state.model[0].weight.sub_(1.0)
+    state.step = state.executed_steps = 1
+    assert check.restored(state, check.reference(state))
+    assert check.reference(state).at == older.at

@@ -105,6 +105,13 @@ def test_a_loaded_state_begins_a_new_row():
     assert not norm_alarms(made)
 
 
+def test_norms_agree_up_to_twice_the_smallest():
+    made = policy_after(30)
+    assert applied(made, [300.0] * 4 + [600.0, 400.0]) == [False] * PERSISTENT + [True]
+    made = policy_after(30)
+    assert applied(made, [300.0] * 4 + [601.0, 400.0]) == [False] * (PERSISTENT + 1)
+
+
 def test_norms_that_do_not_agree_are_not_accepted():
     made = policy_after(30)
     running_away = [300.0 * 1.3**step for step in range(12)]

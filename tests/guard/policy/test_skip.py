@@ -190,3 +190,12 @@ def test_a_halt_gives_the_advice_of_its_incident(fix, said):
         guard.note_mistake(SimpleNamespace(fix=fix, verdict="", cause="lr_too_high"))
     assert guard.judge(reading(math.nan, applied=False, step=2)) is Verdict.HALT
     assert said in guard.reason
+
+
+@pytest.mark.parametrize(("loss", "kept"), [(None, True), (1.0, True), (1000.0, False)])
+def test_with_other_settings_limits_are_kept_unless_the_first_loss_is_above_them(loss, kept):
+    guard = SkipGuard()
+    feed(guard, [1.0 + 0.01 * (step % 3) for step in range(200)])
+    limits = guard.limits
+    guard.reset_for_new_settings(loss)
+    assert (guard.limits is limits) == kept
