@@ -278,13 +278,19 @@ def test_a_step_that_is_replaced_as_it_begins_runs_once_as_the_new_one():
     optimizer, ran = torch.optim.SGD(network().parameters(), lr=0.1), []
 
     def replaced():
-        if not ran:
-            replace_method(optimizer, "step", lambda inner: lambda *_: ran.append("new") or inner())
-        return not ran
+        if not coming:
+            return False
+        name = coming.pop()
+        replace_method(optimizer, "step", lambda inner: lambda *_: ran.append(name) or inner())
+        return True
 
+    coming = ["first"]
     notice_steps(optimizer, replaced)
     optimizer.step()
-    assert ran == ["new"]
+    assert ran == ["first"]
+    coming.append("second")
+    optimizer.step()
+    assert ran == ["first", "first", "second", "first"], "what was begun with, and then the step as it is now"
 
 
 def test_a_loop_that_calls_parts_of_the_model_gets_its_buffers_back_and_no_false_cause(tmp_path):

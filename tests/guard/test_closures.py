@@ -13,7 +13,7 @@ from stabletrain.guard.in_code import unknown_beyond_forward
 from stabletrain.guard.loss_graph import total
 from stabletrain.guard.micro_batch import MicroBatch, argument_count, takes, takes_nothing
 from stabletrain.guard.rerun import Rerun
-from stabletrain.guard.samples import BatchTrials, has_rows, sizes_by_name
+from stabletrain.guard.samples import BatchTrials, bad_samples, has_rows, sizes_by_name
 from stabletrain.guard.saved_step import why_not_importable
 from tests.guard.policy.given import reading
 
@@ -63,6 +63,13 @@ def test_batches_of_another_form_are_no_other_batches_of_a_step(mine, usual):
     assert BatchTrials(rerun, other, math.inf).other() is None
     alike = [MicroBatch(torch.sum, torch.zeros(shape)) for shape in mine]
     assert [each.batch for each in BatchTrials(rerun, alike, math.inf).other()] == [each.batch for each in alike]
+
+
+def test_a_bad_sample_has_its_number_in_the_step_and_in_its_micro_batch():
+    batches = [torch.ones(3, 2), torch.ones(3, 2)]
+    batches[1][1, 0] = math.nan
+    [found] = bad_samples([MicroBatch(torch.sum, batch) for batch in batches], [])
+    assert (found["index"], found["fault"]) == (4, "input")
 
 
 def test_sizes_are_compared_of_the_inputs_that_every_micro_batch_has():

@@ -213,4 +213,46 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "self.unproven = False",
         "self.unproven = True",
     ): "before the first step it costs one copy that nothing reads",
+    (
+        "stabletrain/guard/policy/kept.py",
+        "_retaken: tuple[int, int, int] = field(init=False, repr=False, default=(0, 0, 0))",
+        "_retaken: tuple[int, int, int] = field(init=False, repr=True, default=(0, 0, 0))",
+    ): "nothing shows a guard's fields as text",
+    (
+        "stabletrain/guard/policy/skip.py",
+        "_alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)",
+        "_alarms: list[Alarm] = field(init=True, repr=False, default_factory=list)",
+    ): "nothing gives it when a guard is made",
+    (
+        "stabletrain/guard/checks/state_check.py",
+        "if held != self._held:",
+        "if held is not self._held:",
+    ): "of equal numbers that are two objects, the names are looked up once more",
+    (
+        "stabletrain/guard/checks/recheck.py",
+        "return lambda compared, everywhere: torch.zeros_like(everywhere[0])",
+        "return lambda compared, everywhere: torch.zeros_like(everywhere[ 1])",
+    ): "both are numbers of one dtype on one device",
+    (
+        "stabletrain/guard/policy/skip.py",
+        "if self.bad_updates < MOST_BAD_UPDATES:",
+        "if self.bad_updates is not MOST_BAD_UPDATES:",
+    ): "they are counted one by one, and it halts at this number",
+    (
+        "stabletrain/guard/checks/state_check.py",
+        "if kept is None or kept.at != at(state):  # the first step, or an older state was restored",
+        "if kept is None or kept.at > at(state):  # the first step, or an older state was restored",
+    ): "no state is newer than the one after the last update",
+    ("stabletrain/guard/read_step.py", "@abstractmethod", ""): "no class lacks the method",
+    (
+        "stabletrain/guard/saved_step.py",
+        "outer = closures[0][1]",
+        "outer = closures[ -1][1]",
+    ): "all closures of a step are of one model",
+    (
+        "stabletrain/guard/checks/written.py",
+        "if tensor.layout == torch.sparse_coo:",
+        "if tensor.layout is torch.sparse_coo:",
+    ): "PyTorch has one object for each layout",
+    ("stabletrain/guard/rerun.py", "@dataclass(frozen=True)", "@dataclass(frozen=False)"): NEVER_SET,
 }
