@@ -21,10 +21,10 @@ from tests.runs import TINY_GPT, command
 
 def test_the_newest_is_preferred_in_silence_where_it_is_healthy(run, capfd):
     run.save(10, healthy=False)
-    run.save(20)
+    run.save(2000)
     run.events.clear()
-    assert run.preferred().step == 20
-    assert find(run.folder).step == 20
+    assert run.preferred().step == 2000
+    assert find(run.folder).step == 2000
     assert not run.events
     assert capfd.readouterr().err == ""
 

@@ -255,4 +255,34 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if tensor.layout is torch.sparse_coo:",
     ): "PyTorch has one object for each layout",
     ("stabletrain/guard/rerun.py", "@dataclass(frozen=True)", "@dataclass(frozen=False)"): NEVER_SET,
+    (
+        "stabletrain/checkpoint/sharded.py",
+        "if now - since > min(PATIENCE, self.writers.patience) or (ending is not None and now - ending > GRACE):",
+        "if now - since >= min(PATIENCE, self.writers.patience) or (ending is not None and now - ending > GRACE):",
+    ): "a measured time is not exactly that",
+    (
+        "stabletrain/checkpoint/sharded.py",
+        "if now - since > min(PATIENCE, self.writers.patience) or (ending is not None and now - ending > GRACE):",
+        "if now - since > min(PATIENCE, self.writers.patience) or (ending is not None and now % ending > GRACE):",
+    ): "the clock does not show twice the time meanwhile, so the remainder is the difference",
+    (
+        "stabletrain/checkpoint/snapshots.py",
+        'moments = 2 if "betas" in group else int(group.get("momentum", 1) != 0)',
+        'moments = 2 if "betas" in group else int(group.get("momentum", 1) > 0)',
+    ): "momentum is not negative",
+    (
+        "stabletrain/checkpoint/reader.py",
+        "content = checked(path, names[0], files)",
+        "content = checked(path, names[ -1], files)",
+    ): "there is one name here",
+    (
+        "stabletrain/checkpoint/tree.py",
+        "local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride",
+        "local, self.mesh, self.placements, run_check=True, shape=self.shape, stride=self.stride",
+    ): "the shards fit together, and the check finds nothing",
+    (
+        "stabletrain/checkpoint/reader.py",
+        "CHUNK = 1 << 20",
+        "CHUNK = 1 << 21",
+    ): "how much is read at a time changes no result",
 }
