@@ -2,9 +2,9 @@
 
 import inspect
 from collections import defaultdict
+from pydoc import locate
 
 import pytest
-from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from tests.runs import CONF
@@ -37,7 +37,7 @@ OPTIONS = options()
 @pytest.mark.beside(when=lambda target: target.startswith("stabletrain.beside"))
 @pytest.mark.parametrize("target", sorted(OPTIONS))
 def test_a_default_is_the_value_of_an_option(target):
-    parameters = inspect.signature(get_object(target)).parameters
+    parameters = inspect.signature(locate(target)).parameters
     defaults = {key: parameters[key].default for key in OPTIONS[target] if key in parameters}
     others = {key: value for key, value in defaults.items() if not is_of(value, OPTIONS[target][key])}
     assert [*others] == [key for key in others if (target, key) in OWN], "write it in one of them as in the other"
@@ -51,4 +51,4 @@ def is_of(default, values):
 
 def test_an_exception_is_one():
     for target, key in OWN:
-        assert inspect.signature(get_object(target)).parameters[key].default not in OPTIONS[target][key]
+        assert inspect.signature(locate(target)).parameters[key].default not in OPTIONS[target][key]
