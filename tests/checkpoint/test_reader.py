@@ -178,6 +178,11 @@ def test_why_a_checkpoint_has_no_averages_is_said(tmp_path, average, why):
         run.newest().load_average()
 
 
+def test_only_what_ranks_wrote_names_the_shapes_of_its_tensors():
+    assert reader.shapes_of("model", {"model": {}, "training": {}, "shapes": {"model": {"w": [2, 3]}}}) == {"w": [2, 3]}
+    assert reader.shapes_of("model", {"model": {}, "training": {}}) is None
+
+
 def test_a_manifest_is_rendered_once_for_the_same_bytes(run, monkeypatch):
     """Else each checkpoint of a run would render those of all earlier ones; the test above reads changed bytes."""
     rendered, render = [], reader.render

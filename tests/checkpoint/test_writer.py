@@ -174,6 +174,25 @@ def test_every_byte_is_on_the_disk_before_the_name_appears(run, monkeypatch):
     assert order == [*FILES, hidden, "-> step-00000010", "checkpoints"]
 
 
+@pytest.mark.parametrize("replacement", ["complete", "damaged", "missing"])
+def test_what_a_killed_process_left_is_tidied_up_and_no_state_lost(run, replacement):
+    run.save(10)
+    run.save(20)
+    (run.folder / ".step-00000030.tmp-1").mkdir()
+    (run.folder / ".step-00000010.gone-1").write_text("half deleted")
+    set_aside = run.folder / ".step-00000020.old-1"
+    shutil.copytree(run.path(20), set_aside)
+    (set_aside / "note").touch()
+    if replacement == "missing":
+        shutil.rmtree(run.path(20))
+    elif replacement == "damaged":
+        (run.path(20) / "manifest.json").unlink()
+    writer.tidy(run.folder)
+    assert run.steps() == [10, 20]
+    assert (run.path(20) / "note").exists() == (replacement != "complete")
+    assert run.newest().step == 20
+
+
 def test_a_mistake_of_the_program_is_no_failing_disk(tmp_path):
     run = Run(tmp_path, asynchronous=True)
     with pytest.raises(TypeError, match="keys must be str"):

@@ -9,14 +9,9 @@ from omegaconf import OmegaConf
 
 from tests.runs import CONF
 
-OWN = {
-    (
-        "stabletrain.monitors.monitors.Monitors",
-        "margin_every",
-    ): "five forward passes, which train.py alone takes unasked",
-    ("stabletrain.monitors.monitors.FullMonitors", "margin_every"): "the same",
-}
-"""Arguments with a default of their own, and why."""
+MONITORS = "stabletrain.monitors.monitors"
+OWN = [(f"{MONITORS}.Monitors", "margin_every"), (f"{MONITORS}.FullMonitors", "margin_every")]
+"""Arguments with a default of their own: five forward passes, which train.py alone takes unasked."""
 
 
 def options():

@@ -14,9 +14,8 @@ TEXT = "import torch\nmodel = torch.nn.Linear(2, 1)\n\ndef loss(x):\n    return 
 
 @pytest.fixture
 def write(monkeypatch):
-    """Writes a module with a closure, and forgets all that were imported at the end of the test."""
+    """Writes a module with a closure; at the end of the test, forgets those that were imported."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    before = {*sys.modules}
 
     def write(file, said="mine"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +24,7 @@ def write(monkeypatch):
         return file
 
     yield write
-    for name in {*sys.modules} - before:
+    for name in [name for name in sys.modules if name.startswith("saved_")]:
         del sys.modules[name]
 
 
